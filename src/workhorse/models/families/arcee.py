@@ -1,34 +1,25 @@
 """Arcee AFM-4.5B (2025): LLaMA with an ungated feed-forward of squared ReLUs."""
 
+from workhorse import nn
+from workhorse.models.huggingface import llama_like
 from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import (
-    KEYS,
-    RULES,
-    activation,
-    attention,
-    decoder,
-    rms_norm,
-)
-from workhorse.nn import DecoderConfig
-from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.feedforward import MlpConfig
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read an Arcee config: LLaMA with an ungated feed-forward of squared ReLUs."""
-    norm = rms_norm(hf, eps=1e-5)
+    norm = llama_like.rms_norm(hf, eps=1e-5)
     bias = hf.get("attention_bias", False)
-    block = PreNormConfig(
+    block = nn.PreNormConfig(
         norm=norm,
-        attention=attention(hf, qkv_bias=bias, out_bias=bias),
-        feed_forward=MlpConfig(
+        attention=llama_like.attention(hf, qkv_bias=bias, out_bias=bias),
+        feed_forward=nn.MlpConfig(
             d_ff=hf.need("intermediate_size", int),
-            activation=activation(hf, default="relu2"),
+            activation=llama_like.activation(hf, default="relu2"),
             bias=hf.get("mlp_bias", False),
         ),
     )
-    return decoder(hf, block, norm)
+    return llama_like.decoder(hf, block, norm)
 
 
 HUGGING_FACE = (
@@ -36,11 +27,11 @@ HUGGING_FACE = (
         model_type="arcee",
         architecture="ArceeForCausalLM",
         read=read,
-        keys=KEYS
+        keys=llama_like.KEYS
         | {
             "attention_bias": "block.attention.qkv_bias",
             "mlp_bias": "block.feed_forward.bias",
         },
-        rules=RULES,
+        rules=llama_like.RULES,
     ),
 )

@@ -4,31 +4,22 @@ BitNet rounds weights to three values and activations to eight bits. This quanti
 of the config here: a checkpoint declares it in its `quantization_config`.
 """
 
+from workhorse import nn
+from workhorse.models.huggingface import llama_like
 from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import (
-    KEYS,
-    RULES,
-    activation,
-    attention,
-    decoder,
-    gated_mlp,
-    rms_norm,
-)
 from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.nn import DecoderConfig
-from workhorse.nn.blocks import PreNormConfig
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a BitNet config: LLaMA with squared ReLU and a norm before each output projection."""
     width, n_heads = hf.need("hidden_size", int), hf.need("num_attention_heads", int)
     hf.refuse("head_dim", width // n_heads, "the norm on the heads' outputs has width hidden_size")
-    norm, bias = rms_norm(hf, eps=1e-5), hf.get("attention_bias", False)
-    block = PreNormConfig(
+    norm, bias = llama_like.rms_norm(hf, eps=1e-5), hf.get("attention_bias", False)
+    block = nn.PreNormConfig(
         norm=norm,
-        attention=attention(
+        attention=llama_like.attention(
             hf,
             n_kv_heads=hf.optional("num_key_value_heads", int, 5),
             position=read_rope(hf, theta=5e5),
@@ -36,9 +27,11 @@ def read(hf: Fields) -> DecoderConfig:
             out_bias=bias,
             inner_norm=norm,
         ),
-        feed_forward=gated_mlp(hf, activation=activation(hf, default="relu2"), inner_norm=norm),
+        feed_forward=llama_like.gated_mlp(
+            hf, activation=llama_like.activation(hf, default="relu2"), inner_norm=norm
+        ),
     )
-    return decoder(hf, block, norm)
+    return llama_like.decoder(hf, block, norm)
 
 
 HUGGING_FACE = (
@@ -46,11 +39,11 @@ HUGGING_FACE = (
         model_type="bitnet",
         architecture="BitNetForCausalLM",
         read=read,
-        keys=KEYS | {"attention_bias": "block.attention.qkv_bias"},
+        keys=llama_like.KEYS | {"attention_bias": "block.attention.qkv_bias"},
         rules=instead(
             same("layers.{i}.attention.inner_norm", "model.layers.{i}.self_attn.attn_sub_norm"),
             same("layers.{i}.feed_forward.inner_norm", "model.layers.{i}.mlp.ffn_sub_norm"),
-            base=RULES,
+            base=llama_like.RULES,
         ),
     ),
 )

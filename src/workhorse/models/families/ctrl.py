@@ -2,40 +2,35 @@
 
 import math
 
+from workhorse import nn
+from workhorse.models.huggingface import gpt_like, llama_like
 from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.gpt_like import GPT_NAMES, attention, mlp, written
-from workhorse.models.huggingface.llama_like import decoder
 from workhorse.models.huggingface.moves import same
-from workhorse.nn import DecoderConfig
-from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.embedding import EmbeddingConfig
-from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions.absolute import SinusoidalPositionConfig
 
-NAMES = GPT_NAMES | {"intermediate_size": "dff"}
+NAMES = gpt_like.GPT_NAMES | {"intermediate_size": "dff"}
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a CTRL config: the Transformer of 2017 with pre-norm blocks; the tied head has a bias.
 
     `layer_norm_epsilon` applies only to the final norm; no key sets the epsilon of other norms.
     """
     hf = hf.renamed(NAMES)
     hf.ignore("n_ctx")
-    block = PreNormConfig(
-        norm=LayerNormConfig(eps=1e-6),
-        attention=attention(hf, qkv_bias=True, out_bias=True),
-        feed_forward=mlp(hf, "relu", activation="relu"),
+    block = nn.PreNormConfig(
+        norm=nn.LayerNormConfig(eps=1e-6),
+        attention=gpt_like.attention(hf, qkv_bias=True, out_bias=True),
+        feed_forward=gpt_like.mlp(hf, "relu", activation="relu"),
         dropout=hf.get("hidden_dropout", 0.1),
     )
-    return decoder(
+    return llama_like.decoder(
         hf,
         block,
-        LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-6)),
+        nn.LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-6)),
         tied=True,
-        embedding=EmbeddingConfig(
-            position=SinusoidalPositionConfig(layout="halves"),
+        embedding=nn.EmbeddingConfig(
+            position=nn.SinusoidalPositionConfig(layout="halves"),
             multiplier=math.sqrt(hf.need("hidden_size", int)),
             dropout=hf.get("embedding_dropout", 0.1),
         ),
@@ -49,7 +44,11 @@ HUGGING_FACE = (
         model_type="ctrl",
         architecture="CTRLLMHeadModel",
         read=read,
-        keys={key: path for key, path in written(NAMES).items() if key != "activation_function"}
+        keys={
+            key: path
+            for key, path in gpt_like.written(NAMES).items()
+            if key != "activation_function"
+        }
         | {"layer_norm_epsilon": "final_norm.eps"},
         rules=(
             same("embedding.tokens", "transformer.w"),

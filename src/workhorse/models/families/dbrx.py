@@ -5,21 +5,15 @@ from typing import cast
 
 from torch import Tensor
 
+from workhorse import nn
+from workhorse.models.huggingface import llama_like
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import WRITTEN_ACTIVATIONS, activation
 from workhorse.models.huggingface.moves import Rule, Shape, Tensors, joined, reshaped, same
 from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
-from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.blocks import BlockConfig, PreNormConfig
-from workhorse.nn.embedding import EmbeddingConfig
-from workhorse.nn.experts.mixture import MoEConfig
-from workhorse.nn.experts.router import RouterConfig
-from workhorse.nn.init import NormalInitConfig
-from workhorse.nn.norms import LayerNormConfig
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a DBRX config: LayerNorm without bias, clipped q, k and v, and a mixture of experts."""
     hf.ignore("num_key_value_heads")  # a copy of the value in attn_config
     hf.refuse("tie_word_embeddings", False, "DBRX in transformers has no tied head")
@@ -34,34 +28,34 @@ def read(hf: Fields) -> DecoderConfig:
         experts.refuse(
             "moe_normalize_expert_weights", 1.0, "weights are always divided by their sum"
         )
-    norm = LayerNormConfig(eps=1e-5, bias=False)
-    block = PreNormConfig(
+    norm = nn.LayerNormConfig(eps=1e-5, bias=False)
+    block = nn.PreNormConfig(
         norm=norm,
-        attention=AttentionConfig(
+        attention=nn.AttentionConfig(
             n_heads=hf.get("n_heads", 16),
             n_kv_heads=parts.get("kv_n_heads", 1),
             clip=parts.need("clip_qkv", float),  # required by transformers
             position=read_rope(hf, theta=parts.get("rope_theta", 10_000.0)),
             dropout=parts.get("attn_pdrop", 0.0),
         ),
-        feed_forward=MoEConfig(
+        feed_forward=nn.MoEConfig(
             n_experts=experts.get("moe_num_experts", 4),
             top_k=experts.get("moe_top_k", 1),
             d_ff=experts.get("ffn_hidden_size", 3584),
-            activation=activation(experts.section("ffn_act_fn") or Fields({}), "name"),
-            router=RouterConfig(score="softmax", normalize=normalize is not None),
+            activation=llama_like.activation(experts.section("ffn_act_fn") or Fields({}), "name"),
+            router=nn.RouterConfig(score="softmax", normalize=normalize is not None),
         ),
         dropout=hf.get("resid_pdrop", 0.0),
     )
-    return DecoderConfig(
+    return nn.DecoderConfig(
         vocab_size=hf.get("vocab_size", 32000),
         d_model=hf.get("d_model", 2048),
         n_layers=hf.get("n_layers", 24),
         max_seq_len=hf.get("max_seq_len", 2048),
-        embedding=EmbeddingConfig(dropout=hf.get("emb_pdrop", 0.0)),
+        embedding=nn.EmbeddingConfig(dropout=hf.get("emb_pdrop", 0.0)),
         blocks={"main": block},
         final_norm=norm,
-        init=NormalInitConfig(std=hf.get("initializer_range", 0.02), residual="plain"),
+        init=nn.NormalInitConfig(std=hf.get("initializer_range", 0.02), residual="plain"),
     )
 
 
@@ -81,7 +75,7 @@ def ffn_config(data: Data) -> Data:
     return {
         "hidden_size": data["d_model"],
         "ffn_hidden_size": mixture["d_ff"],
-        "ffn_act_fn": {"name": WRITTEN_ACTIVATIONS[mixture["activation"]]},
+        "ffn_act_fn": {"name": llama_like.WRITTEN_ACTIVATIONS[mixture["activation"]]},
         "moe_num_experts": mixture["n_experts"],
         "moe_top_k": mixture["top_k"],
         "moe_normalize_expert_weights": 1.0 if mixture["router"]["normalize"] else None,
@@ -96,12 +90,12 @@ def flat(shape: Shape) -> Shape:
 def flat_transposed(ours: str, theirs: str) -> Rule:
     """Conversion rule for the matrices of all experts, stored transposed in one matrix."""
 
-    def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+    def take(tensors: Tensors, shapes: Sequence[Shape], block: nn.BlockConfig) -> Tensors:
         del block
         experts = cast(Tensor, tensors[0].unflatten(0, (shapes[0][0], -1)))
         return [experts.mT]
 
-    def put(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+    def put(tensors: Tensors, shapes: Sequence[Shape], block: nn.BlockConfig) -> Tensors:
         del shapes, block
         return [tensors[0].mT.flatten(0, 1)]
 

@@ -3,28 +3,14 @@
 from functools import partial
 from typing import Literal
 
+from workhorse import nn
 from workhorse.config.base import ConfigError
+from workhorse.models.huggingface import gpt_like, llama_like
 from workhorse.models.huggingface.family import Data, Family, equals
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.gpt_like import (
-    attention,
-    d_ff_or_fourfold,
-    fused_qkv,
-    mlp,
-    written,
-)
-from workhorse.models.huggingface.llama_like import decoder
 from workhorse.models.huggingface.moves import same
 from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
 from workhorse.models.preset import Preset
-from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.blocks import ParallelConfig, PreNormConfig
-from workhorse.nn.embedding import HeadConfig
-from workhorse.nn.feedforward import MlpConfig
-from workhorse.nn.init import NormalInitConfig
-from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions.absolute import AlibiConfig
-from workhorse.nn.positions.rope import RopeConfig
 
 
 def falcon(
@@ -36,29 +22,29 @@ def falcon(
     norms: Literal[1, 2],
     vocab_size: int = 65024,
     max_seq_len: int = 2048,
-) -> DecoderConfig:
+) -> nn.DecoderConfig:
     """Build a Falcon config: parallel blocks, RoPE, few key-value heads, exact GELU, no biases.
 
     The 7B shares one norm between attention and feed-forward; the larger ones have one for each.
     """
-    norm = LayerNormConfig(eps=1e-5)
-    block = ParallelConfig(
+    norm = nn.LayerNormConfig(eps=1e-5)
+    block = nn.ParallelConfig(
         norm=norm,
         norms=norms,
-        attention=AttentionConfig(
-            n_heads=n_heads, n_kv_heads=n_kv_heads, position=RopeConfig(theta=10_000.0)
+        attention=nn.AttentionConfig(
+            n_heads=n_heads, n_kv_heads=n_kv_heads, position=nn.RopeConfig(theta=10_000.0)
         ),
-        feed_forward=MlpConfig(d_ff=4 * d_model, activation="gelu"),
+        feed_forward=nn.MlpConfig(d_ff=4 * d_model, activation="gelu"),
     )
-    return DecoderConfig(
+    return nn.DecoderConfig(
         vocab_size=vocab_size,
         d_model=d_model,
         n_layers=n_layers,
         max_seq_len=max_seq_len,
         blocks={"main": block},
         final_norm=norm,
-        head=HeadConfig(tied=True),
-        init=NormalInitConfig(std=0.02, residual="plain"),
+        head=nn.HeadConfig(tied=True),
+        init=nn.NormalInitConfig(std=0.02, residual="plain"),
     )
 
 
@@ -105,33 +91,33 @@ PRESETS = (
 NAMES = {"intermediate_size": "ffn_hidden_size", "hidden_act": "activation"}
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a config of Falcon-7B, of the larger Falcon models, or of Falcon-RW with ALiBi."""
     hf = hf.renamed(NAMES)
     hf.ignore("ffn_factor", "rotary", "rope_parameters", "rope_scaling", "rope_theta")
     hf.refuse(
         "apply_residual_connection_post_layernorm", False, "transformers ignores it in Falcon"
     )
-    norm = LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5))
+    norm = nn.LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5))
     bias = hf.get("bias", False)
     parts: Data = {
         "norm": norm,
-        "attention": attention(
+        "attention": gpt_like.attention(
             hf,
             n_kv_heads=_kv_heads(hf),
-            position=AlibiConfig(scaled=True, bfloat16=True)
+            position=nn.AlibiConfig(scaled=True, bfloat16=True)
             if hf.get("alibi", False)
             else read_rope(hf),
             qkv_bias=bias,
             out_bias=bias,
         ),
-        "feed_forward": mlp(hf, "gelu", d_ff=d_ff_or_fourfold(hf), bias=bias),
+        "feed_forward": gpt_like.mlp(hf, "gelu", d_ff=gpt_like.d_ff_or_fourfold(hf), bias=bias),
         "dropout": hf.get("hidden_dropout", 0.0),
     }
     norms = _norms(hf)
-    block = ParallelConfig(norms=norms, **parts) if norms else PreNormConfig(**parts)
+    block = nn.ParallelConfig(norms=norms, **parts) if norms else nn.PreNormConfig(**parts)
     length = hf.get("max_position_embeddings", 2048)
-    return decoder(hf, block, norm, tied=True, max_seq_len=length)
+    return llama_like.decoder(hf, block, norm, tied=True, max_seq_len=length)
 
 
 def _kv_heads(hf: Fields) -> int | None:
@@ -184,7 +170,7 @@ HUGGING_FACE = (
         model_type="falcon",
         architecture="FalconForCausalLM",
         read=read,
-        keys=written(NAMES)
+        keys=gpt_like.written(NAMES)
         | ROPE_KEYS
         | {
             "num_kv_heads": "block.attention.n_kv_heads",
@@ -198,7 +184,7 @@ HUGGING_FACE = (
         },
         rules=(
             same("embedding.tokens", "transformer.word_embeddings"),
-            fused_qkv("transformer.h.{i}.self_attention.query_key_value"),
+            gpt_like.fused_qkv("transformer.h.{i}.self_attention.query_key_value"),
             same("layers.{i}.attention.out_proj", "transformer.h.{i}.self_attention.dense"),
             same("layers.{i}.feed_forward.up_proj", "transformer.h.{i}.mlp.dense_h_to_4h"),
             same("layers.{i}.feed_forward.down_proj", "transformer.h.{i}.mlp.dense_4h_to_h"),

@@ -8,38 +8,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from workhorse import nn
+from workhorse.models.huggingface import llama_like
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import (
-    FULL,
-    KEYS,
-    ROPE_BY_TYPE_KEYS,
-    RULES,
-    SLIDING,
-    activation,
-    alternating,
-    attention,
-    decoder,
-    every,
-    gated_mlp,
-    layer_types,
-    rms_norm,
-    written_activation,
-    written_layer_types,
-    written_rope_by_type,
-    written_window,
-)
 from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.models.preset import Preset
-from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.attention.self_attention import QKNormConfig
-from workhorse.nn.blocks import PreNormConfig, SandwichNormConfig
-from workhorse.nn.embedding import EmbeddingConfig, HeadConfig
-from workhorse.nn.feedforward import GatedMlpConfig
-from workhorse.nn.init import NormalInitConfig
-from workhorse.nn.norms import RMSNormConfig
-from workhorse.nn.positions.rope import RopeConfig
 
 
 def gemma(
@@ -52,32 +27,32 @@ def gemma(
     head_dim: int = 256,
     vocab_size: int = 256_000,
     max_seq_len: int = 8192,
-) -> DecoderConfig:
+) -> nn.DecoderConfig:
     """Build a Gemma config: RMSNorm (1 + weight), GeGLU, wide heads, and a scaled embedding.
 
     The embedding is multiplied by `sqrt(d_model)`.
     """
-    norm = RMSNormConfig(eps=1e-6, offset=True, multiply="before_cast")
-    block = PreNormConfig(
+    norm = nn.RMSNormConfig(eps=1e-6, offset=True, multiply="before_cast")
+    block = nn.PreNormConfig(
         norm=norm,
-        attention=AttentionConfig(
+        attention=nn.AttentionConfig(
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
             head_dim=head_dim,
-            position=RopeConfig(theta=10_000.0),
+            position=nn.RopeConfig(theta=10_000.0),
         ),
-        feed_forward=GatedMlpConfig(d_ff=d_ff, activation="gelu_tanh"),
+        feed_forward=nn.GatedMlpConfig(d_ff=d_ff, activation="gelu_tanh"),
     )
-    return DecoderConfig(
+    return nn.DecoderConfig(
         vocab_size=vocab_size,
         d_model=d_model,
         n_layers=n_layers,
         max_seq_len=max_seq_len,
-        embedding=EmbeddingConfig(multiplier=math.sqrt(d_model), round_multiplier=True),
+        embedding=nn.EmbeddingConfig(multiplier=math.sqrt(d_model), round_multiplier=True),
         blocks={"main": block},
         final_norm=norm,
-        head=HeadConfig(tied=True),
-        init=NormalInitConfig(std=0.02, residual="plain"),
+        head=nn.HeadConfig(tied=True),
+        init=nn.NormalInitConfig(std=0.02, residual="plain"),
     )
 
 
@@ -116,47 +91,49 @@ PRESETS = (
 TANH = "gelu_pytorch_tanh"
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a Gemma 1 config. Its first files say `gelu` but mean the tanh form of GELU."""
     hf.ignore("hidden_activation")
-    gelu = activation(hf, "hidden_act", TANH)
+    gelu = llama_like.activation(hf, "hidden_act", TANH)
     norm, width, bias = _shared(hf)
-    block = PreNormConfig(
+    block = nn.PreNormConfig(
         norm=norm,
-        attention=attention(
+        attention=llama_like.attention(
             hf,
             n_kv_heads=hf.get("num_key_value_heads", 16),
             head_dim=width,
             qkv_bias=bias,
             out_bias=bias,
         ),
-        feed_forward=gated_mlp(hf, activation="gelu_tanh" if gelu == "gelu" else gelu),
+        feed_forward=llama_like.gated_mlp(hf, activation="gelu_tanh" if gelu == "gelu" else gelu),
     )
-    return decoder(hf, block, norm, tied=True, embedding=_scaled(hf))
+    return llama_like.decoder(hf, block, norm, tied=True, embedding=_scaled(hf))
 
 
-def read_gemma2(hf: Fields) -> DecoderConfig:
+def read_gemma2(hf: Fields) -> nn.DecoderConfig:
     """Read a Gemma 2 config (2408.00118 §2): sandwich norms, capped scores, alternating windows."""
-    return _capped(hf, SandwichNormConfig)
+    return _capped(hf, nn.SandwichNormConfig)
 
 
-def read_vaultgemma(hf: Fields) -> DecoderConfig:
+def read_vaultgemma(hf: Fields) -> nn.DecoderConfig:
     """Read a VaultGemma config (2510.15001): Gemma 2 in pre-norm."""
-    return _capped(hf, PreNormConfig)
+    return _capped(hf, nn.PreNormConfig)
 
 
-def _capped(hf: Fields, wiring: type[PreNormConfig] | type[SandwichNormConfig]) -> DecoderConfig:
+def _capped(
+    hf: Fields, wiring: type[nn.PreNormConfig] | type[nn.SandwichNormConfig]
+) -> nn.DecoderConfig:
     """Read a decoder with capped scores and logits, and a window in every other layer."""
     return _alternating(
         hf,
         wiring,
-        alternating(hf, (SLIDING, FULL)),
+        llama_like.alternating(hf, (llama_like.SLIDING, llama_like.FULL)),
         cap=hf.optional("final_logit_softcapping", float, 30.0),
         softcap=hf.optional("attn_logit_softcapping", float, 50.0),
     )
 
 
-def read_gemma3(hf: Fields) -> DecoderConfig:
+def read_gemma3(hf: Fields) -> nn.DecoderConfig:
     """Read a Gemma 3 config (2503.19786 §2): norms on q and k, one of six layers is global.
 
     Local and global layers have separate RoPE settings. A RoPE scaling that is given only once
@@ -164,37 +141,40 @@ def read_gemma3(hf: Fields) -> DecoderConfig:
     """
     hf.ignore("_sliding_window_pattern")
     hf.refuse("attn_logit_softcapping", None, "transformers reads it but does not cap scores")
-    types = [FULL if last else SLIDING for last in every(hf, "sliding_window_pattern", 6)]
+    types = [
+        llama_like.FULL if last else llama_like.SLIDING
+        for last in llama_like.every(hf, "sliding_window_pattern", 6)
+    ]
     return _alternating(
         hf,
-        SandwichNormConfig,
+        nn.SandwichNormConfig,
         types,
         cap=hf.optional("final_logit_softcapping", float),
-        qk_norm=QKNormConfig(norm=_shared(hf)[0]),
+        qk_norm=nn.QKNormConfig(norm=_shared(hf)[0]),
         ropes={
-            FULL: read_rope(hf, theta=1e6, layer_type=FULL, older="updates"),
-            SLIDING: _local_rope(hf),
+            llama_like.FULL: read_rope(hf, theta=1e6, layer_type=llama_like.FULL, older="updates"),
+            llama_like.SLIDING: _local_rope(hf),
         },
     )
 
 
-def _local_rope(hf: Fields) -> RopeConfig:
+def _local_rope(hf: Fields) -> nn.RopeConfig:
     key = "rope_local_base_freq"
     if hf.values.get("rope_parameters") is None:
         fraction = hf.get("partial_rotary_factor", 1.0)
-        return RopeConfig(theta=hf.get(key, 10_000.0), fraction=fraction)
-    return read_rope(hf, theta_key=key, layer_type=SLIDING, older="ignored")
+        return nn.RopeConfig(theta=hf.get(key, 10_000.0), fraction=fraction)
+    return read_rope(hf, theta_key=key, layer_type=llama_like.SLIDING, older="ignored")
 
 
 def _alternating(
     hf: Fields,
-    wiring: type[PreNormConfig] | type[SandwichNormConfig],
+    wiring: type[nn.PreNormConfig] | type[nn.SandwichNormConfig],
     types: Sequence[str],
     *,
     cap: float | None,
-    ropes: Mapping[str, RopeConfig] = {},
+    ropes: Mapping[str, nn.RopeConfig] = {},
     **heads: Any,
-) -> DecoderConfig:
+) -> nn.DecoderConfig:
     """Read a decoder with local layers (with a window) and global layers.
 
     Args:
@@ -206,27 +186,29 @@ def _alternating(
         heads: fields of `AttentionConfig` to set.
     """
     norm, width, bias = _shared(hf)
-    types = layer_types(hf, types)
+    types = llama_like.layer_types(hf, types)
     window = hf.optional("sliding_window", int, 4096)
 
-    def block(kind: str) -> PreNormConfig | SandwichNormConfig:
+    def block(kind: str) -> nn.PreNormConfig | nn.SandwichNormConfig:
         return wiring(
             norm=norm,
-            attention=attention(
+            attention=llama_like.attention(
                 hf,
                 n_kv_heads=hf.get("num_key_value_heads", 4),
                 head_dim=width,
                 scale=hf.positive("query_pre_attn_scalar", 256.0) ** -0.5,
-                window=window if kind == SLIDING else None,
+                window=window if kind == llama_like.SLIDING else None,
                 position=ropes[kind] if ropes else read_rope(hf),
                 qkv_bias=bias,
                 out_bias=bias,
                 **heads,
             ),
-            feed_forward=gated_mlp(hf, activation=activation(hf, "hidden_activation", TANH)),
+            feed_forward=llama_like.gated_mlp(
+                hf, activation=llama_like.activation(hf, "hidden_activation", TANH)
+            ),
         )
 
-    return decoder(
+    return llama_like.decoder(
         hf,
         [block(kind) for kind in types],
         norm,
@@ -237,16 +219,16 @@ def _alternating(
     )
 
 
-def _shared(hf: Fields) -> tuple[RMSNormConfig, int, bool]:
+def _shared(hf: Fields) -> tuple[nn.RMSNormConfig, int, bool]:
     """Read settings of all Gemma versions: norm, head width, and True if attention has biases."""
     hf.refuse("use_bidirectional_attention", False, "only causal attention can generate")
-    norm = rms_norm(hf, offset=True, multiply="before_cast")
+    norm = llama_like.rms_norm(hf, offset=True, multiply="before_cast")
     return norm, hf.get("head_dim", 256), hf.get("attention_bias", False)
 
 
-def _scaled(hf: Fields) -> EmbeddingConfig:
+def _scaled(hf: Fields) -> nn.EmbeddingConfig:
     width = max(hf.need("hidden_size", int), 0)  # the decoder's own check refuses a negative width
-    return EmbeddingConfig(multiplier=math.sqrt(width), round_multiplier=width != 1)
+    return nn.EmbeddingConfig(multiplier=math.sqrt(width), round_multiplier=width != 1)
 
 
 def query_scalar(data: Data) -> int:
@@ -259,13 +241,13 @@ SANDWICH = (
     same("layers.{i}.feed_forward_norm", "model.layers.{i}.pre_feedforward_layernorm"),
     same("layers.{i}.feed_forward_output_norm", "model.layers.{i}.post_feedforward_layernorm"),
 )
-GEMMA_KEYS = KEYS | {"attention_bias": "block.attention.qkv_bias"}
+GEMMA_KEYS = llama_like.KEYS | {"attention_bias": "block.attention.qkv_bias"}
 ALTERNATING_KEYS = {key: path for key, path in GEMMA_KEYS.items() if key != "hidden_act"} | {
-    "hidden_activation": written_activation(),
+    "hidden_activation": llama_like.written_activation(),
     "query_pre_attn_scalar": query_scalar,
     "final_logit_softcapping": "head.cap",
-    "sliding_window": written_window,
-    "layer_types": written_layer_types,
+    "sliding_window": llama_like.written_window,
+    "layer_types": llama_like.written_layer_types,
 }
 CAPPED_KEYS = ALTERNATING_KEYS | {"attn_logit_softcapping": "block.attention.softcap"}
 
@@ -275,14 +257,14 @@ HUGGING_FACE = (
         architecture="GemmaForCausalLM",
         read=read,
         keys=GEMMA_KEYS,
-        rules=RULES,
+        rules=llama_like.RULES,
     ),
     Family(
         model_type="gemma2",
         architecture="Gemma2ForCausalLM",
         read=read_gemma2,
         keys=CAPPED_KEYS,
-        rules=instead(*SANDWICH, base=RULES),
+        rules=instead(*SANDWICH, base=llama_like.RULES),
     ),
     Family(
         model_type="gemma3_text",
@@ -290,10 +272,12 @@ HUGGING_FACE = (
         read=read_gemma3,
         keys={
             **ALTERNATING_KEYS,
-            **ROPE_BY_TYPE_KEYS,
-            "rope_local_base_freq": lambda data: written_rope_by_type(data)[SLIDING]["rope_theta"],
+            **llama_like.ROPE_BY_TYPE_KEYS,
+            "rope_local_base_freq": lambda data: llama_like.written_rope_by_type(data)[
+                llama_like.SLIDING
+            ]["rope_theta"],
         },
-        rules=instead(*SANDWICH, base=RULES),
+        rules=instead(*SANDWICH, base=llama_like.RULES),
     ),
     Family(
         model_type="vaultgemma",
@@ -302,7 +286,7 @@ HUGGING_FACE = (
         keys=CAPPED_KEYS,
         rules=instead(
             same("layers.{i}.feed_forward_norm", "model.layers.{i}.pre_feedforward_layernorm"),
-            base=RULES,
+            base=llama_like.RULES,
         ),
     ),
 )

@@ -2,28 +2,15 @@
 
 from functools import partial
 
+from workhorse import nn
 from workhorse.config.base import ConfigError
 from workhorse.errors import nearest
 from workhorse.models.families.gpt2 import RULES
+from workhorse.models.huggingface import gpt_like, llama_like
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.gpt_like import (
-    GPT_NAMES,
-    SUMMARY_KEYS,
-    attention,
-    learned_positions,
-    written,
-)
-from workhorse.models.huggingface.llama_like import decoder
 from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.preset import Preset
-from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.blocks import PostNormConfig
-from workhorse.nn.embedding import EmbeddingConfig, HeadConfig
-from workhorse.nn.feedforward import ActivationName, MlpConfig
-from workhorse.nn.init import NormalInitConfig
-from workhorse.nn.norms import LayerNormConfig, NoNormConfig
-from workhorse.nn.positions.absolute import LearnedPositionConfig
 
 
 def gpt(
@@ -34,23 +21,25 @@ def gpt(
     vocab_size: int = 40478,
     max_seq_len: int = 512,
     dropout: float = 0.1,
-) -> DecoderConfig:
+) -> nn.DecoderConfig:
     """Build a GPT config: post-norm blocks, learned positions, tanh GELU, and no final norm."""
-    block = PostNormConfig(
-        norm=LayerNormConfig(eps=1e-5),
-        attention=AttentionConfig(n_heads=n_heads, qkv_bias=True, out_bias=True, dropout=dropout),
-        feed_forward=MlpConfig(d_ff=4 * d_model, activation="gelu_tanh", bias=True),
+    block = nn.PostNormConfig(
+        norm=nn.LayerNormConfig(eps=1e-5),
+        attention=nn.AttentionConfig(
+            n_heads=n_heads, qkv_bias=True, out_bias=True, dropout=dropout
+        ),
+        feed_forward=nn.MlpConfig(d_ff=4 * d_model, activation="gelu_tanh", bias=True),
         dropout=dropout,
     )
-    return DecoderConfig(
+    return nn.DecoderConfig(
         vocab_size=vocab_size,
         d_model=d_model,
         n_layers=n_layers,
         max_seq_len=max_seq_len,
-        embedding=EmbeddingConfig(position=LearnedPositionConfig(), dropout=dropout),
+        embedding=nn.EmbeddingConfig(position=nn.LearnedPositionConfig(), dropout=dropout),
         blocks={"main": block},
-        head=HeadConfig(tied=True),
-        init=NormalInitConfig(std=0.02, residual="plain"),
+        head=nn.HeadConfig(tied=True),
+        init=nn.NormalInitConfig(std=0.02, residual="plain"),
     )
 
 
@@ -70,7 +59,7 @@ PRESETS = (
 )
 
 
-ACTIVATIONS: dict[str, ActivationName] = {
+ACTIVATIONS: dict[str, nn.ActivationName] = {
     "gelu": "gelu_tanh",
     "relu": "relu",
     "silu": "silu",
@@ -79,23 +68,27 @@ ACTIVATIONS: dict[str, ActivationName] = {
 """Activation of each value of `afn`. `gelu` is the tanh form, as in the original code."""
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a GPT config. Its feed-forward is always four times as wide as the model."""
-    hf = hf.renamed(GPT_NAMES)
-    hf.ignore("n_ctx", "n_special", "predict_special_tokens", *SUMMARY_KEYS)
+    hf = hf.renamed(gpt_like.GPT_NAMES)
+    hf.ignore("n_ctx", "n_special", "predict_special_tokens", *gpt_like.SUMMARY_KEYS)
     name = hf.get("afn", "gelu")
     if name not in ACTIVATIONS:
         raise ConfigError(f"{hf.where}: afn {name!r} is unknown; {nearest(name, ACTIVATIONS)}")
-    block = PostNormConfig(
-        norm=LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5)),
-        attention=attention(hf, dropout=0.1, qkv_bias=True, out_bias=True),
-        feed_forward=MlpConfig(
+    block = nn.PostNormConfig(
+        norm=nn.LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5)),
+        attention=gpt_like.attention(hf, dropout=0.1, qkv_bias=True, out_bias=True),
+        feed_forward=nn.MlpConfig(
             d_ff=4 * hf.need("hidden_size", int), activation=ACTIVATIONS[name], bias=True
         ),
         dropout=hf.get("hidden_dropout", 0.1),
     )
-    return decoder(
-        hf, block, NoNormConfig(), tied=True, embedding=learned_positions(hf, dropout=0.1)
+    return llama_like.decoder(
+        hf,
+        block,
+        nn.NoNormConfig(),
+        tied=True,
+        embedding=gpt_like.learned_positions(hf, dropout=0.1),
     )
 
 
@@ -111,7 +104,11 @@ HUGGING_FACE = (
         model_type="openai-gpt",
         architecture="OpenAIGPTLMHeadModel",
         read=read,
-        keys={key: path for key, path in written(GPT_NAMES).items() if key not in WITHOUT_KEY}
+        keys={
+            key: path
+            for key, path in gpt_like.written(gpt_like.GPT_NAMES).items()
+            if key not in WITHOUT_KEY
+        }
         | {"afn": afn, "layer_norm_epsilon": "block.norm.eps"},
         rules=instead(
             same("embedding.tokens", "transformer.tokens_embed"),

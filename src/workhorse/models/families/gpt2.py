@@ -2,18 +2,12 @@
 
 from functools import partial
 
+from workhorse import nn
+from workhorse.models.huggingface import llama_like
 from workhorse.models.huggingface.family import Family, differs
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import activation, written_activation
 from workhorse.models.huggingface.moves import joined, same, then_transposed, transposed
 from workhorse.models.preset import Preset
-from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.embedding import EmbeddingConfig, HeadConfig
-from workhorse.nn.feedforward import MlpConfig
-from workhorse.nn.init import NormalInitConfig
-from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions.absolute import LearnedPositionConfig
 
 
 def gpt2(
@@ -24,25 +18,27 @@ def gpt2(
     vocab_size: int = 50257,
     max_seq_len: int = 1024,
     dropout: float = 0.1,
-) -> DecoderConfig:
+) -> nn.DecoderConfig:
     """Build a GPT-2 config: GPT with a norm at the input of each sub-layer and before the head."""
-    norm = LayerNormConfig(eps=1e-5)
-    block = PreNormConfig(
+    norm = nn.LayerNormConfig(eps=1e-5)
+    block = nn.PreNormConfig(
         norm=norm,
-        attention=AttentionConfig(n_heads=n_heads, qkv_bias=True, out_bias=True, dropout=dropout),
-        feed_forward=MlpConfig(d_ff=4 * d_model, activation="gelu_tanh", bias=True),
+        attention=nn.AttentionConfig(
+            n_heads=n_heads, qkv_bias=True, out_bias=True, dropout=dropout
+        ),
+        feed_forward=nn.MlpConfig(d_ff=4 * d_model, activation="gelu_tanh", bias=True),
         dropout=dropout,
     )
-    return DecoderConfig(
+    return nn.DecoderConfig(
         vocab_size=vocab_size,
         d_model=d_model,
         n_layers=n_layers,
         max_seq_len=max_seq_len,
-        embedding=EmbeddingConfig(position=LearnedPositionConfig(), dropout=dropout),
+        embedding=nn.EmbeddingConfig(position=nn.LearnedPositionConfig(), dropout=dropout),
         blocks={"main": block},
         final_norm=norm,
-        head=HeadConfig(tied=True),
-        init=NormalInitConfig(std=0.02, residual="scaled"),
+        head=nn.HeadConfig(tied=True),
+        init=nn.NormalInitConfig(std=0.02, residual="scaled"),
     )
 
 
@@ -93,16 +89,16 @@ PRESETS = (
 )
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a GPT-2 config, with transformers' options for scaling the attention scores."""
     hf.ignore("n_ctx", "reorder_and_upcast_attn", "add_cross_attention")
     hf.ignore(*(f"summary_{what}" for what in ("activation", "first_dropout", "proj_to_labels")))
     hf.ignore("summary_type", "summary_use_proj")
     d_model = hf.get("n_embd", 768)
-    norm = LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5))
-    block = PreNormConfig(
+    norm = nn.LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5))
+    block = nn.PreNormConfig(
         norm=norm,
-        attention=AttentionConfig(
+        attention=nn.AttentionConfig(
             n_heads=hf.get("n_head", 12),
             qkv_bias=True,
             out_bias=True,
@@ -110,25 +106,25 @@ def read(hf: Fields) -> DecoderConfig:
             scale_by_layer=hf.get("scale_attn_by_inverse_layer_idx", False),
             dropout=hf.get("attn_pdrop", 0.1),
         ),
-        feed_forward=MlpConfig(
+        feed_forward=nn.MlpConfig(
             d_ff=hf.optional("n_inner", int) or 4 * d_model,
-            activation=activation(hf, "activation_function", "gelu_new"),
+            activation=llama_like.activation(hf, "activation_function", "gelu_new"),
             bias=True,
         ),
         dropout=hf.get("resid_pdrop", 0.1),
     )
-    return DecoderConfig(
+    return nn.DecoderConfig(
         vocab_size=hf.get("vocab_size", 50257),
         d_model=d_model,
         n_layers=hf.get("n_layer", 12),
         max_seq_len=hf.get("n_positions", 1024),
-        embedding=EmbeddingConfig(
-            position=LearnedPositionConfig(), dropout=hf.get("embd_pdrop", 0.1)
+        embedding=nn.EmbeddingConfig(
+            position=nn.LearnedPositionConfig(), dropout=hf.get("embd_pdrop", 0.1)
         ),
         blocks={"main": block},
         final_norm=norm,
-        head=HeadConfig(tied=hf.get("tie_word_embeddings", True)),
-        init=NormalInitConfig(std=hf.get("initializer_range", 0.02), residual="scaled"),
+        head=nn.HeadConfig(tied=hf.get("tie_word_embeddings", True)),
+        init=nn.NormalInitConfig(std=hf.get("initializer_range", 0.02), residual="scaled"),
     )
 
 
@@ -139,7 +135,7 @@ KEYS = {
     "n_positions": "max_seq_len",
     "n_head": "block.attention.n_heads",
     "n_inner": "block.feed_forward.d_ff",
-    "activation_function": written_activation(gelu_tanh="gelu_new"),
+    "activation_function": llama_like.written_activation(gelu_tanh="gelu_new"),
     "layer_norm_epsilon": "final_norm.eps",
     "tie_word_embeddings": "head.tied",
 }

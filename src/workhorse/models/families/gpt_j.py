@@ -1,35 +1,23 @@
 """GPT-J-6B (Wang and Komatsuzaki, 2021) and CodeGen (2203.13474)."""
 
+from workhorse import nn
 from workhorse.config.base import ConfigError
+from workhorse.models.huggingface import gpt_like, llama_like
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.gpt_like import (
-    GPT_NAMES,
-    SUMMARY_KEYS,
-    attention,
-    d_ff_or_fourfold,
-    mlp,
-    written,
-)
-from workhorse.models.huggingface.llama_like import decoder
 from workhorse.models.huggingface.moves import instead, interleaved_by, same
-from workhorse.nn import DecoderConfig
-from workhorse.nn.blocks import ParallelConfig
-from workhorse.nn.embedding import EmbeddingConfig
-from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions.rope import RopeConfig
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a GPT-J config: parallel blocks with one norm, and RoPE on a part of each head.
 
     RoPE pairs adjacent features.
     """
-    hf = hf.renamed(GPT_NAMES)
-    hf.ignore("n_ctx", *SUMMARY_KEYS)
+    hf = hf.renamed(gpt_like.GPT_NAMES)
+    hf.ignore("n_ctx", *gpt_like.SUMMARY_KEYS)
     hf.refuse("rotary", True, "transformers ignores it")
     hf.refuse("scale_attn_weights", True, "transformers ignores it")
-    norm = LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5))
+    norm = nn.LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5))
     head_dim = hf.need("hidden_size", int) // hf.need("num_attention_heads", int)
     turned = hf.get("rotary_dim", 64)
     if not 0 < turned <= head_dim:
@@ -37,20 +25,20 @@ def read(hf: Fields) -> DecoderConfig:
             f"{hf.where}: rotary_dim={turned} does not fit a head of width {head_dim}; "
             "choose an even number up to that width"
         )
-    block = ParallelConfig(
+    block = nn.ParallelConfig(
         norm=norm,
-        attention=attention(
+        attention=gpt_like.attention(
             hf,
-            position=RopeConfig(fraction=turned / head_dim, pairing="interleaved"),
+            position=nn.RopeConfig(fraction=turned / head_dim, pairing="interleaved"),
         ),
-        feed_forward=mlp(hf, "gelu_new", d_ff=d_ff_or_fourfold(hf)),
+        feed_forward=gpt_like.mlp(hf, "gelu_new", d_ff=gpt_like.d_ff_or_fourfold(hf)),
         dropout=hf.get("hidden_dropout", 0.0),
     )
-    embedding = EmbeddingConfig(dropout=hf.get("embedding_dropout", 0.0))
-    return decoder(hf, block, norm, embedding=embedding, head={"bias": True})
+    embedding = nn.EmbeddingConfig(dropout=hf.get("embedding_dropout", 0.0))
+    return llama_like.decoder(hf, block, norm, embedding=embedding, head={"bias": True})
 
 
-def read_codegen(hf: Fields) -> DecoderConfig:
+def read_codegen(hf: Fields) -> nn.DecoderConfig:
     """Read a CodeGen config: GPT-J, with q, k and v projections stored in `MACHINES` pieces."""
     config = read(hf)
     heads = config.blocks["main"].attention.n_heads
@@ -71,7 +59,7 @@ def rotary_dim(data: Data) -> int:
 MACHINES = 4
 """Number of pieces of CodeGen's stored q, k and v projections, one for each machine that trained
 CodeGen. transformers hard-codes the same number."""
-KEYS = written(GPT_NAMES, gelu_tanh="gelu_new") | {
+KEYS = gpt_like.written(gpt_like.GPT_NAMES, gelu_tanh="gelu_new") | {
     "rotary_dim": rotary_dim,
     "layer_norm_epsilon": "final_norm.eps",
 }

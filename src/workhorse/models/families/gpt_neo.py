@@ -2,22 +2,12 @@
 
 from typing import Any, cast
 
+from workhorse import nn
 from workhorse.config.base import ConfigError
+from workhorse.models.huggingface import gpt_like, llama_like
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.gpt_like import (
-    SUMMARY_KEYS,
-    attention,
-    d_ff_or_fourfold,
-    learned_positions,
-    mlp,
-    written,
-)
-from workhorse.models.huggingface.llama_like import decoder, written_window
 from workhorse.models.huggingface.moves import same
-from workhorse.nn import DecoderConfig
-from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.norms import LayerNormConfig
 
 NAMES = {
     "num_hidden_layers": "num_layers",
@@ -28,30 +18,30 @@ NAMES = {
 }
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a GPT-Neo config: GPT-2 with windows in some layers, and unscaled scores.
 
     There are no biases on queries, keys and values.
     """
     hf = hf.renamed(NAMES)
-    hf.ignore("classifier_dropout", *SUMMARY_KEYS)
-    norm = LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5))
+    hf.ignore("classifier_dropout", *gpt_like.SUMMARY_KEYS)
+    norm = nn.LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5))
     kinds = _kinds(hf)
     window = hf.get("window_size", 256)
 
-    def block(kind: str) -> PreNormConfig:
-        return PreNormConfig(
+    def block(kind: str) -> nn.PreNormConfig:
+        return nn.PreNormConfig(
             norm=norm,
-            attention=attention(
+            attention=gpt_like.attention(
                 hf, scale=1.0, out_bias=True, window=window if kind == "local" else None
             ),
-            feed_forward=mlp(hf, "gelu_new", d_ff=d_ff_or_fourfold(hf)),
+            feed_forward=gpt_like.mlp(hf, "gelu_new", d_ff=gpt_like.d_ff_or_fourfold(hf)),
             dropout=hf.get("hidden_dropout", 0.0),
         )
 
     blocks = [block(kind) for kind in kinds]
-    embedding = learned_positions(hf)
-    return decoder(hf, blocks, norm, names=kinds, tied=True, embedding=embedding)
+    embedding = gpt_like.learned_positions(hf)
+    return llama_like.decoder(hf, blocks, norm, names=kinds, tied=True, embedding=embedding)
 
 
 def _kinds(hf: Fields) -> list[str]:
@@ -101,11 +91,11 @@ HUGGING_FACE = (
         model_type="gpt_neo",
         architecture="GPTNeoForCausalLM",
         read=read,
-        keys=written(NAMES, gelu_tanh="gelu_new")
+        keys=gpt_like.written(NAMES, gelu_tanh="gelu_new")
         | {
             "attention_types": attention_types,
             "attention_layers": written_kinds,
-            "window_size": written_window,
+            "window_size": llama_like.written_window,
             "layer_norm_epsilon": "final_norm.eps",
         },
         rules=(

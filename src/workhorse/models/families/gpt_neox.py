@@ -1,69 +1,64 @@
 """GPT-NeoX-20B (2204.06745), Pythia (2304.01373) and GPT-NeoX-Japanese (ABEJA, 2022)."""
 
+from workhorse import nn
+from workhorse.models.huggingface import gpt_like, llama_like
 from workhorse.models.huggingface.family import Data, Family, equals
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.gpt_like import attention, fused_qkv, mlp, written
-from workhorse.models.huggingface.llama_like import decoder
 from workhorse.models.huggingface.moves import same
 from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
-from workhorse.nn import DecoderConfig
-from workhorse.nn.blocks import ParallelConfig, PreNormConfig
-from workhorse.nn.embedding import EmbeddingConfig
-from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions.rope import RopeConfig
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a GPT-NeoX config: parallel blocks with two norms, RoPE on a quarter of each head."""
     hf.ignore("classifier_dropout")
-    norm = LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5))
+    norm = nn.LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5))
     bias = hf.get("attention_bias", True)
     dropout = hf.get("hidden_dropout", 0.0)
     parts: Data = {
         "norm": norm,
-        "attention": attention(
+        "attention": gpt_like.attention(
             hf,
             position=_rope(hf, fraction=0.25),
             qkv_bias=bias,
             out_bias=bias,
         ),
-        "feed_forward": mlp(hf, "gelu"),
+        "feed_forward": gpt_like.mlp(hf, "gelu"),
         "dropout": dropout,
     }
     parallel = hf.get("use_parallel_residual", True)
-    block = ParallelConfig(norms=2, **parts) if parallel else PreNormConfig(**parts)
-    return decoder(hf, block, norm, embedding=EmbeddingConfig(dropout=dropout))
+    block = nn.ParallelConfig(norms=2, **parts) if parallel else nn.PreNormConfig(**parts)
+    return llama_like.decoder(hf, block, norm, embedding=nn.EmbeddingConfig(dropout=dropout))
 
 
-def _rope(hf: Fields, fraction: float) -> RopeConfig:
+def _rope(hf: Fields, fraction: float) -> nn.RopeConfig:
     """Read the RoPE settings from GPT-NeoX's own top-level keys or from `rope_parameters`."""
     return read_rope(hf, theta_key="rotary_emb_base", fraction=fraction, fraction_key="rotary_pct")
 
 
-def read_japanese(hf: Fields) -> DecoderConfig:
+def read_japanese(hf: Fields) -> nn.DecoderConfig:
     """Read a GPT-NeoX-Japanese config: sequential sub-layers and only one bias.
 
     The bias is on the attention output of the last layer.
     """
     hf.ignore("is_decoder")
     norm, depth = (
-        LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5)),
+        nn.LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5)),
         hf.need("num_hidden_layers", int),
     )
     rope = _rope(hf, fraction=1.0)
     width = hf.need("hidden_size", int) * hf.positive("intermediate_multiple_size", 4)
 
-    def block(out_bias: bool) -> PreNormConfig:
-        return PreNormConfig(
+    def block(out_bias: bool) -> nn.PreNormConfig:
+        return nn.PreNormConfig(
             norm=norm,
-            attention=attention(hf, dropout=0.1, position=rope, out_bias=out_bias),
-            feed_forward=mlp(hf, "gelu", d_ff=width, bias=False),
+            attention=gpt_like.attention(hf, dropout=0.1, position=rope, out_bias=out_bias),
+            feed_forward=gpt_like.mlp(hf, "gelu", d_ff=width, bias=False),
             dropout=hf.get("hidden_dropout", 0.0),
         )
 
     last = [n == depth - 1 for n in range(depth)]
     names = ["last" if one else "main" for one in last]
-    return decoder(hf, [block(one) for one in last], norm, names=names, tied=True)
+    return llama_like.decoder(hf, [block(one) for one in last], norm, names=names, tied=True)
 
 
 def intermediate_multiple(data: Data) -> int:
@@ -83,7 +78,7 @@ HUGGING_FACE = (
         model_type="gpt_neox",
         architecture="GPTNeoXForCausalLM",
         read=read,
-        keys=written(gelu_tanh="gelu_fast")
+        keys=gpt_like.written(gelu_tanh="gelu_fast")
         | ROPE_KEYS
         | {
             "rotary_emb_base": "block.attention.position.theta",
@@ -94,7 +89,7 @@ HUGGING_FACE = (
         },
         rules=(
             same("embedding.tokens", "gpt_neox.embed_in"),
-            fused_qkv("gpt_neox.layers.{i}.attention.query_key_value"),
+            gpt_like.fused_qkv("gpt_neox.layers.{i}.attention.query_key_value"),
             same("layers.{i}.attention.out_proj", "gpt_neox.layers.{i}.attention.dense"),
             same("layers.{i}.feed_forward.up_proj", "gpt_neox.layers.{i}.mlp.dense_h_to_4h"),
             same("layers.{i}.feed_forward.down_proj", "gpt_neox.layers.{i}.mlp.dense_4h_to_h"),
@@ -110,7 +105,7 @@ HUGGING_FACE = (
         model_type="gpt_neox_japanese",
         architecture="GPTNeoXJapaneseForCausalLM",
         read=read_japanese,
-        keys={key: path for key, path in written().items() if key != "intermediate_size"}
+        keys={key: path for key, path in gpt_like.written().items() if key != "intermediate_size"}
         | ROPE_KEYS
         | {
             "rotary_emb_base": "block.attention.position.theta",
@@ -120,7 +115,7 @@ HUGGING_FACE = (
         },
         rules=(
             same("embedding.tokens", "gpt_neox_japanese.embed_in"),
-            fused_qkv(JAPANESE + "attention.query_key_value"),
+            gpt_like.fused_qkv(JAPANESE + "attention.query_key_value"),
             same("layers.{i}.attention.out_proj.bias", JAPANESE + "attention.dense_bias"),
             same("layers.{i}.attention.out_proj", JAPANESE + "attention.dense"),
             same("layers.{i}.feed_forward.up_proj", JAPANESE + "mlp.dense_h_to_4h"),

@@ -6,62 +6,49 @@ LLaMA with multipliers on embedding, scores, sub-layers and logits (muP, 2203.03
 from collections.abc import Sequence
 from typing import Any
 
+from workhorse import nn
+from workhorse.models.huggingface import llama_like
 from workhorse.models.huggingface.family import Data, Family, FieldPath
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import (
-    KEYS,
-    RULES,
-    activation,
-    attention,
-    decoder,
-    gated_mlp,
-    rms_norm,
-)
 from workhorse.models.huggingface.moves import instead, joined, same
-from workhorse.nn import DecoderConfig
-from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
-from workhorse.nn.embedding import EmbeddingConfig
-from workhorse.nn.experts.mixture import MoEConfig
-from workhorse.nn.experts.router import RouterConfig
-from workhorse.nn.feedforward import GatedMlpConfig
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read the config of a dense Granite model."""
-    return multiplied(hf, block(hf, gated_mlp(hf, bias=hf.get("mlp_bias", False))))
+    return multiplied(hf, block(hf, llama_like.gated_mlp(hf, bias=hf.get("mlp_bias", False))))
 
 
-def read_mixture(hf: Fields) -> DecoderConfig:
+def read_mixture(hf: Fields) -> nn.DecoderConfig:
     """Read a config of Granite with mixtures of experts: softmax over the chosen experts."""
     return multiplied(hf, block(hf, mixture(hf)))
 
 
-def read_shared(hf: Fields) -> DecoderConfig:
+def read_shared(hf: Fields) -> nn.DecoderConfig:
     """Read a config of Granite with mixtures, and a shared expert unless its width is 0."""
     return multiplied(hf, block(hf, mixture(hf, shared=shared_expert(hf))))
 
 
-def mixture(hf: Fields, *, shared: GatedMlpConfig | None = None) -> MoEConfig:
+def mixture(hf: Fields, *, shared: nn.GatedMlpConfig | None = None) -> nn.MoEConfig:
     """Read Granite's routed experts; `shared` is an optional shared expert."""
-    return MoEConfig(
+    return nn.MoEConfig(
         n_experts=hf.get("num_local_experts", 8),
         top_k=hf.get("num_experts_per_tok", 2),
         d_ff=hf.need("intermediate_size", int),
-        activation=activation(hf),
-        router=RouterConfig(score="softmax", normalize=True),
+        activation=llama_like.activation(hf),
+        router=nn.RouterConfig(score="softmax", normalize=True),
         shared=shared,
     )
 
 
-def shared_expert(hf: Fields) -> GatedMlpConfig | None:
+def shared_expert(hf: Fields) -> nn.GatedMlpConfig | None:
     """Read the shared expert, which processes every token; None if its width is 0."""
     width = hf.get("shared_intermediate_size", 0)
-    return gated_mlp(hf, d_ff=width) if width else None
+    return llama_like.gated_mlp(hf, d_ff=width) if width else None
 
 
 def block(
-    hf: Fields, feed_forward: FeedForwardConfig, *, eps: float = 1e-6, **heads: Any
-) -> PreNormConfig:
+    hf: Fields, feed_forward: nn.FeedForwardConfig, *, eps: float = 1e-6, **heads: Any
+) -> nn.PreNormConfig:
     """Read a layer of Granite, with its multipliers.
 
     Args:
@@ -71,9 +58,9 @@ def block(
         heads: fields of `AttentionConfig` to set.
     """
     bias = hf.get("attention_bias", False)
-    return PreNormConfig(
-        norm=rms_norm(hf, eps=eps),
-        attention=attention(
+    return nn.PreNormConfig(
+        norm=llama_like.rms_norm(hf, eps=eps),
+        attention=llama_like.attention(
             hf, scale=hf.get("attention_multiplier", 1.0), qkv_bias=bias, out_bias=bias, **heads
         ),
         feed_forward=feed_forward,
@@ -82,15 +69,15 @@ def block(
 
 
 def multiplied(
-    hf: Fields, layers: PreNormConfig | Sequence[PreNormConfig], **more: Any
-) -> DecoderConfig:
+    hf: Fields, layers: nn.PreNormConfig | Sequence[nn.PreNormConfig], **more: Any
+) -> nn.DecoderConfig:
     """Read a decoder with multipliers on embedding and logits; `more` is passed to `decoder`."""
     first = layers[0] if isinstance(layers, Sequence) else layers
-    return decoder(
+    return llama_like.decoder(
         hf,
         layers,
         first.norm,
-        embedding=EmbeddingConfig(multiplier=hf.get("embedding_multiplier", 1.0)),
+        embedding=nn.EmbeddingConfig(multiplier=hf.get("embedding_multiplier", 1.0)),
         head={"multiplier": 1 / hf.get("logits_scaling", 1.0)},
         **more,
     )
@@ -107,7 +94,7 @@ def shared_width(data: Data) -> int:
     return shared["d_ff"] if shared else 0
 
 
-MULTIPLIED: dict[str, FieldPath] = KEYS | {
+MULTIPLIED: dict[str, FieldPath] = llama_like.KEYS | {
     "attention_bias": "block.attention.qkv_bias",
     "embedding_multiplier": "embedding.multiplier",
     "attention_multiplier": "block.attention.scale",
@@ -135,7 +122,7 @@ MIXTURE_RULES = instead(
     ),
     same(FEED_FORWARD + "experts.down_proj", MIXTURE + "output_linear"),
     *SHARED_RULES,
-    base=RULES,
+    base=llama_like.RULES,
 )
 
 HUGGING_FACE = (
@@ -144,7 +131,7 @@ HUGGING_FACE = (
         architecture="GraniteForCausalLM",
         read=read,
         keys=MULTIPLIED | {"mlp_bias": "block.feed_forward.bias"},
-        rules=RULES,
+        rules=llama_like.RULES,
     ),
     Family(
         model_type="granitemoe",

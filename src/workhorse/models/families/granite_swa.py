@@ -6,6 +6,7 @@ layer may have its own RoPE theta, or no position encoding.
 
 from collections.abc import Mapping
 
+from workhorse import nn
 from workhorse.config.base import ConfigError
 from workhorse.models.families.granite import (
     FEED_FORWARD,
@@ -19,33 +20,20 @@ from workhorse.models.families.granite import (
     shared_expert,
     shared_width,
 )
+from workhorse.models.huggingface import llama_like
 from workhorse.models.huggingface.family import Data, Family, FieldPath
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import (
-    FULL,
-    RULES,
-    SHORT_NAMES,
-    SLIDING,
-    alternating,
-    gated_mlp,
-    layer_types,
-    written_layer_types,
-    written_window,
-)
 from workhorse.models.huggingface.moves import instead, joined, same
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.nn import DecoderConfig
-from workhorse.nn.blocks import FeedForwardConfig
-from workhorse.nn.positions.absolute import NoPositionConfig
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read the config of a dense Granite model with windows."""
-    feed_forward = gated_mlp(hf, bias=hf.get("mlp_bias", False))
+    feed_forward = llama_like.gated_mlp(hf, bias=hf.get("mlp_bias", False))
     return _read(hf, feed_forward, eps=1e-5, n_kv_heads=4, tied=True)
 
 
-def read_mixture(hf: Fields) -> DecoderConfig:
+def read_mixture(hf: Fields) -> nn.DecoderConfig:
     """Read the config of a Granite model with windows and mixtures of experts."""
     n_heads = hf.need("num_attention_heads", int)
     feed_forward = mixture(hf, shared=shared_expert(hf))
@@ -53,10 +41,15 @@ def read_mixture(hf: Fields) -> DecoderConfig:
 
 
 def _read(
-    hf: Fields, feed_forward: FeedForwardConfig, *, eps: float, n_kv_heads: int, tied: bool
-) -> DecoderConfig:
+    hf: Fields, feed_forward: nn.FeedForwardConfig, *, eps: float, n_kv_heads: int, tied: bool
+) -> nn.DecoderConfig:
     """Read a Granite decoder with windows; the keyword arguments are the family's defaults."""
-    types = layer_types(hf, alternating(hf, (FULL, SLIDING, SLIDING, SLIDING)))
+    types = llama_like.layer_types(
+        hf,
+        llama_like.alternating(
+            hf, (llama_like.FULL, llama_like.SLIDING, llama_like.SLIDING, llama_like.SLIDING)
+        ),
+    )
     thetas, window = _thetas(hf, len(types)), hf.optional("sliding_window", int, 128)
     rope = read_rope(hf)
     layers = [
@@ -65,14 +58,17 @@ def _read(
             feed_forward,
             eps=eps,
             n_kv_heads=hf.optional("num_key_value_heads", int, n_kv_heads),
-            position=rope.replace(theta=theta) if theta else NoPositionConfig(),
-            window=window if kind == SLIDING else None,
+            position=rope.replace(theta=theta) if theta else nn.NoPositionConfig(),
+            window=window if kind == llama_like.SLIDING else None,
             sinks=True,
         )
         for kind, theta in zip(types, thetas, strict=True)
     ]
     ropes = _rotation_names(thetas)
-    names = [SHORT_NAMES[kind] + ropes[theta] for kind, theta in zip(types, thetas, strict=True)]
+    names = [
+        llama_like.SHORT_NAMES[kind] + ropes[theta]
+        for kind, theta in zip(types, thetas, strict=True)
+    ]
     return multiplied(hf, layers, names=names, tied=tied)
 
 
@@ -102,8 +98,8 @@ def layer_thetas(data: Data) -> list[float]:
 
 
 WINDOWED: dict[str, FieldPath] = {
-    "sliding_window": written_window,
-    "layer_types": written_layer_types,
+    "sliding_window": llama_like.written_window,
+    "layer_types": llama_like.written_layer_types,
     "layer_rope_theta": layer_thetas,
 }
 SINKS = same("layers.{i}.attention.kernel.sinks", "model.layers.{i}.self_attn.sinks")
@@ -114,7 +110,7 @@ HUGGING_FACE = (
         architecture="GraniteSWAForCausalLM",
         read=read,
         keys=MULTIPLIED | WINDOWED | {"mlp_bias": "block.feed_forward.bias"},
-        rules=instead(SINKS, base=RULES),
+        rules=instead(SINKS, base=llama_like.RULES),
     ),
     Family(
         model_type="granitemoe_swa",
@@ -134,7 +130,7 @@ HUGGING_FACE = (
             ),
             same(FEED_FORWARD + "experts.down_proj.weight", MIXTURE + "experts.down_proj"),
             *SHARED_RULES,
-            base=RULES,
+            base=llama_like.RULES,
         ),
     ),
 )

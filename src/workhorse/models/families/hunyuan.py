@@ -1,36 +1,12 @@
 """Hunyuan (Tencent, 2025; predecessor: 2411.02265), dense and with mixtures of experts, and Hy3."""
 
+from workhorse import nn
 from workhorse.config.base import ConfigError
+from workhorse.models.huggingface import llama_like, mixtures
 from workhorse.models.huggingface.family import Data, Family, FieldPath
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import (
-    KEYS,
-    RULES,
-    activation,
-    attention,
-    decoder,
-    gated_mlp,
-    rms_norm,
-)
-from workhorse.models.huggingface.mixtures import (
-    EXPERT_RULES,
-    SPARSE,
-    dense_first,
-    mlp_layer_types,
-    n_shared_experts,
-    of_dense,
-    of_sparse,
-    written_mlp_layer_types,
-)
 from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.huggingface.rotation import read_rope, rope_section
-from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.attention.self_attention import QKNormConfig
-from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.experts.mixture import MoEConfig
-from workhorse.nn.experts.router import RouterConfig
-from workhorse.nn.norms import RMSNormConfig
-from workhorse.nn.positions.rope import RopeConfig
 
 FIXED: dict[str, object] = {
     "group_limited_greedy": False,
@@ -56,14 +32,14 @@ IDLE = (
 """Keys of published files that do not affect the computation."""
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a dense Hunyuan config: LLaMA with norms on queries and keys after RoPE."""
     norm = _check(hf)
-    block = PreNormConfig(norm=norm, attention=_heads(hf), feed_forward=gated_mlp(hf))
-    return decoder(hf, block, norm)
+    block = nn.PreNormConfig(norm=norm, attention=_heads(hf), feed_forward=llama_like.gated_mlp(hf))
+    return llama_like.decoder(hf, block, norm)
 
 
-def read_mixture(hf: Fields) -> DecoderConfig:
+def read_mixture(hf: Fields) -> nn.DecoderConfig:
     """Read a Hunyuan config with a mixture of experts in every layer.
 
     The layers are otherwise those of `read`. The shared expert is as wide as each routed expert.
@@ -78,78 +54,82 @@ def read_mixture(hf: Fields) -> DecoderConfig:
             allowed,
             "transformers has one shared expert, and all experts have width intermediate_size",
         )
-    mixture = MoEConfig(
+    mixture = nn.MoEConfig(
         n_experts=hf.get("num_experts", 1),
         top_k=1,
         d_ff=width,
-        activation=activation(hf),
-        router=RouterConfig(normalize=True),
-        shared=gated_mlp(hf),
+        activation=llama_like.activation(hf),
+        router=nn.RouterConfig(normalize=True),
+        shared=llama_like.gated_mlp(hf),
     )
-    plain = PreNormConfig(norm=norm, attention=_heads(hf), feed_forward=mixture)
+    plain = nn.PreNormConfig(norm=norm, attention=_heads(hf), feed_forward=mixture)
     chosen = _chosen(hf)
     layers = [plain.replace(feed_forward=mixture.replace(top_k=top_k)) for top_k in chosen]
-    return decoder(hf, layers, norm, names=[f"top{top_k}" for top_k in chosen])
+    return llama_like.decoder(hf, layers, norm, names=[f"top{top_k}" for top_k in chosen])
 
 
-def read_hy3(hf: Fields) -> DecoderConfig:
+def read_hy3(hf: Fields) -> nn.DecoderConfig:
     """Read an Hy3 config (2026): norms before RoPE, DeepSeek-V3's mixture without groups."""
     hf.ignore("enable_moe_fp32_combine")  # precision in which the shared expert is added
     hf.refuse("first_k_dense_replace", 1, "transformers reads mlp_layer_types only")
-    norm = rms_norm(hf, eps=1e-5)
+    norm = llama_like.rms_norm(hf, eps=1e-5)
     bias, mlp_bias = hf.get("attention_bias", False), hf.get("mlp_bias", False)
     width = hf.get("moe_intermediate_size", 1536)
-    mixture = MoEConfig(
+    mixture = nn.MoEConfig(
         n_experts=hf.get("num_experts", 192),
         top_k=hf.get("num_experts_per_tok", 8),
         d_ff=width,
-        activation=activation(hf),
-        router=RouterConfig(
+        activation=llama_like.activation(hf),
+        router=nn.RouterConfig(
             score="sigmoid",
             normalize=True,
             scale=hf.get("router_scaling_factor", 2.826),
             selection_bias=True,
         ),
-        shared=gated_mlp(hf, d_ff=width * hf.get("num_shared_experts", 1), bias=mlp_bias),
+        shared=llama_like.gated_mlp(
+            hf, d_ff=width * hf.get("num_shared_experts", 1), bias=mlp_bias
+        ),
     )
-    dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", 13312), bias=mlp_bias)
-    heads = attention(
+    dense = llama_like.gated_mlp(hf, d_ff=hf.get("intermediate_size", 13312), bias=mlp_bias)
+    heads = llama_like.attention(
         hf,
         n_kv_heads=hf.get("num_key_value_heads", 8),
         head_dim=hf.get("head_dim", 128),
         position=read_rope(hf, theta=11_158_840.0),
-        qk_norm=QKNormConfig(norm=norm),
+        qk_norm=nn.QKNormConfig(norm=norm),
         qkv_bias=bias,
         out_bias=bias,
     )
-    kinds = mlp_layer_types(hf, dense_first(hf, 1))
+    kinds = mixtures.mlp_layer_types(hf, mixtures.dense_first(hf, 1))
     layers = [
-        PreNormConfig(norm=norm, attention=heads, feed_forward=mixture if kind == SPARSE else dense)
+        nn.PreNormConfig(
+            norm=norm, attention=heads, feed_forward=mixture if kind == mixtures.SPARSE else dense
+        )
         for kind in kinds
     ]
-    return decoder(hf, layers, norm, names=kinds)
+    return llama_like.decoder(hf, layers, norm, names=kinds)
 
 
-def _check(hf: Fields) -> RMSNormConfig:
+def _check(hf: Fields) -> nn.RMSNormConfig:
     """Raise an error for unsupported options, and read the norm of a config."""
     hf.ignore(*IDLE)
     for key, value in FIXED.items():
         hf.refuse(key, value, "transformers does not implement this for Hunyuan")
-    return rms_norm(hf, eps=1e-5)
+    return llama_like.rms_norm(hf, eps=1e-5)
 
 
-def _heads(hf: Fields) -> AttentionConfig:
+def _heads(hf: Fields) -> nn.AttentionConfig:
     bias = hf.get("attention_bias", False)
-    return attention(
+    return llama_like.attention(
         hf,
         position=_rotation(hf),
-        qk_norm=QKNormConfig(norm=rms_norm(hf, eps=1e-5), after_rope=True),
+        qk_norm=nn.QKNormConfig(norm=llama_like.rms_norm(hf, eps=1e-5), after_rope=True),
         qkv_bias=bias,
         out_bias=bias,
     )
 
 
-def _rotation(hf: Fields) -> RopeConfig:
+def _rotation(hf: Fields) -> nn.RopeConfig:
     """Read the RoPE settings; "dynamic" with `alpha` means theta · alpha^(d / (d - 2))."""
     given = rope_section(hf) or Fields({})
     kind = given.get("rope_type", given.get("type", "default"))
@@ -193,11 +173,13 @@ def written_chosen(data: Data) -> int | list[int]:
     return chosen if len(set(chosen)) > 1 else chosen[0]
 
 
-HUNYUAN_KEYS: dict[str, FieldPath] = KEYS | {"attention_bias": "block.attention.qkv_bias"}
+HUNYUAN_KEYS: dict[str, FieldPath] = llama_like.KEYS | {
+    "attention_bias": "block.attention.qkv_bias"
+}
 HUNYUAN_RULES = instead(
     same("layers.{i}.attention.q_norm", "model.layers.{i}.self_attn.query_layernorm"),
     same("layers.{i}.attention.k_norm", "model.layers.{i}.self_attn.key_layernorm"),
-    base=RULES,
+    base=llama_like.RULES,
 )
 FEED_FORWARD, MLP = "layers.{i}.feed_forward.", "model.layers.{i}.mlp."
 SHARED_RULES = tuple(
@@ -221,7 +203,7 @@ HUGGING_FACE = (
         | {"num_experts": "block.feed_forward.n_experts", "moe_topk": written_chosen},
         rules=instead(
             same(FEED_FORWARD + "router.proj", MLP + "gate.wg"),
-            *EXPERT_RULES,
+            *mixtures.EXPERT_RULES,
             *SHARED_RULES,
             base=HUNYUAN_RULES,
         ),
@@ -232,21 +214,21 @@ HUGGING_FACE = (
         read=read_hy3,
         keys={
             **HUNYUAN_KEYS,
-            "intermediate_size": of_dense("d_ff"),
-            "moe_intermediate_size": of_sparse("d_ff"),
-            "mlp_bias": of_sparse("shared.bias"),
-            "mlp_layer_types": written_mlp_layer_types,
-            "num_experts": of_sparse("n_experts"),
-            "num_experts_per_tok": of_sparse("top_k"),
-            "num_shared_experts": n_shared_experts,
-            "router_scaling_factor": of_sparse("router.scale"),
+            "intermediate_size": mixtures.of_dense("d_ff"),
+            "moe_intermediate_size": mixtures.of_sparse("d_ff"),
+            "mlp_bias": mixtures.of_sparse("shared.bias"),
+            "mlp_layer_types": mixtures.written_mlp_layer_types,
+            "num_experts": mixtures.of_sparse("n_experts"),
+            "num_experts_per_tok": mixtures.of_sparse("top_k"),
+            "num_shared_experts": mixtures.n_shared_experts,
+            "router_scaling_factor": mixtures.of_sparse("router.scale"),
         },
         rules=instead(
             same(FEED_FORWARD + "router.proj", MLP + "router.gate"),
             same(FEED_FORWARD + "router.selection_bias", MLP + "expert_bias"),
-            *EXPERT_RULES,
+            *mixtures.EXPERT_RULES,
             *SHARED_RULES,
-            base=RULES,
+            base=llama_like.RULES,
         ),
         # Layer 80 of the published files is for multi-token prediction.
         ignored=(r".*\.rotary_emb\.inv_freq", r"model\.layers\.80\..*"),

@@ -2,23 +2,11 @@
 
 from functools import partial
 
+from workhorse import nn
+from workhorse.models.huggingface import llama_like
 from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import (
-    KEYS,
-    RULES,
-    attention,
-    decoder,
-    gated_mlp,
-    rms_norm,
-)
 from workhorse.models.preset import Preset
-from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.feedforward import GatedMlpConfig
-from workhorse.nn.init import NormalInitConfig
-from workhorse.nn.norms import RMSNormConfig
-from workhorse.nn.positions.rope import RopeConfig
 
 
 def llama(
@@ -31,28 +19,28 @@ def llama(
     eps: float = 1e-6,
     vocab_size: int = 32000,
     max_seq_len: int = 2048,
-) -> DecoderConfig:
+) -> nn.DecoderConfig:
     """Build a LLaMA config: RMSNorm, RoPE and SwiGLU; no biases, no dropout, an untied head.
 
     RoPE pairs feature i with i + head_dim/2, as the Hugging Face checkpoints need. Meta's own files
     pair adjacent features. The two differ by a fixed permutation of the rows of q_proj and k_proj.
     """
-    norm = RMSNormConfig(eps=eps, multiply="after_cast")
-    block = PreNormConfig(
+    norm = nn.RMSNormConfig(eps=eps, multiply="after_cast")
+    block = nn.PreNormConfig(
         norm=norm,
-        attention=AttentionConfig(
-            n_heads=n_heads, n_kv_heads=n_kv_heads, position=RopeConfig(theta=10_000.0)
+        attention=nn.AttentionConfig(
+            n_heads=n_heads, n_kv_heads=n_kv_heads, position=nn.RopeConfig(theta=10_000.0)
         ),
-        feed_forward=GatedMlpConfig(d_ff=d_ff, activation="silu"),
+        feed_forward=nn.GatedMlpConfig(d_ff=d_ff, activation="silu"),
     )
-    return DecoderConfig(
+    return nn.DecoderConfig(
         vocab_size=vocab_size,
         d_model=d_model,
         n_layers=n_layers,
         max_seq_len=max_seq_len,
         blocks={"main": block},
         final_norm=norm,
-        init=NormalInitConfig(std=0.02, residual="plain"),
+        init=nn.NormalInitConfig(std=0.02, residual="plain"),
     )
 
 
@@ -108,16 +96,16 @@ PRESETS = (
 )
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a LLaMA config of any generation; Llama 3 only adds a RoPE scaling."""
-    norm = rms_norm(hf)
+    norm = llama_like.rms_norm(hf)
     bias = hf.get("attention_bias", False)
-    block = PreNormConfig(
+    block = nn.PreNormConfig(
         norm=norm,
-        attention=attention(hf, qkv_bias=bias, out_bias=bias),
-        feed_forward=gated_mlp(hf, bias=hf.get("mlp_bias", False)),
+        attention=llama_like.attention(hf, qkv_bias=bias, out_bias=bias),
+        feed_forward=llama_like.gated_mlp(hf, bias=hf.get("mlp_bias", False)),
     )
-    return decoder(hf, block, norm)
+    return llama_like.decoder(hf, block, norm)
 
 
 HUGGING_FACE = (
@@ -125,11 +113,11 @@ HUGGING_FACE = (
         model_type="llama",
         architecture="LlamaForCausalLM",
         read=read,
-        keys=KEYS
+        keys=llama_like.KEYS
         | {
             "attention_bias": "block.attention.qkv_bias",
             "mlp_bias": "block.feed_forward.bias",
         },
-        rules=RULES,
+        rules=llama_like.RULES,
     ),
 )

@@ -6,36 +6,17 @@ Its global layers have no positions (2305.19466), and scale queries by position 
 from collections.abc import Mapping
 from typing import Any
 
+from workhorse import nn
+from workhorse.models.huggingface import llama_like, mixtures
 from workhorse.models.huggingface.family import Data, Family, FieldPath
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import (
-    FULL,
-    KEYS,
-    RULES,
-    SHORT_NAMES,
-    activation,
-    attention,
-    decoder,
-    gated_mlp,
-    layer_types,
-    rms_norm,
-)
-from workhorse.models.huggingface.mixtures import of_dense, of_sparse
 from workhorse.models.huggingface.moves import instead, joined, same, then_transposed, transposed
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.grouped import QueryScalingConfig
-from workhorse.nn.attention.self_attention import QKNormConfig
-from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
-from workhorse.nn.experts.mixture import MoEConfig
-from workhorse.nn.experts.router import RouterConfig
-from workhorse.nn.norms import RMSNormConfig
-from workhorse.nn.positions.absolute import NoPositionConfig
 
 CHUNKED = "chunked_attention"
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a Llama 4 config: chunked attention with RoPE; full attention without positions.
 
     RoPE pairs adjacent features. The router's weights scale the inputs of the experts, not their
@@ -43,36 +24,38 @@ def read(hf: Fields) -> DecoderConfig:
     """
     hf.ignore("router_jitter_noise", "for_llm_compressor")
     n_layers = hf.need("num_hidden_layers", int)
-    norm = rms_norm(hf, eps=1e-5)
+    norm = llama_like.rms_norm(hf, eps=1e-5)
     bias = hf.get("attention_bias", False)
     width = hf.get("intermediate_size", 8192)
-    feed_forwards: dict[bool, FeedForwardConfig] = {
-        False: gated_mlp(hf, d_ff=hf.get("intermediate_size_mlp", 16384)),
-        True: MoEConfig(
+    feed_forwards: dict[bool, nn.FeedForwardConfig] = {
+        False: llama_like.gated_mlp(hf, d_ff=hf.get("intermediate_size_mlp", 16384)),
+        True: nn.MoEConfig(
             n_experts=hf.get("num_local_experts", 16),
             top_k=hf.get("num_experts_per_tok", 1),
             d_ff=width,
-            activation=activation(hf),
-            router=RouterConfig(score="sigmoid"),
+            activation=llama_like.activation(hf),
+            router=nn.RouterConfig(score="sigmoid"),
             weigh="input",
-            shared=gated_mlp(hf, d_ff=width),
+            shared=llama_like.gated_mlp(hf, d_ff=width),
         ),
     }
     interval = hf.get("no_rope_layer_interval", 4)
     turning = hf.sequence("no_rope_layers", int) or [
         int((n + 1) % interval != 0) for n in range(n_layers)
     ]
-    types = layer_types(hf, (CHUNKED if turns else FULL for turns in turning), CHUNKED)
+    types = llama_like.layer_types(
+        hf, (CHUNKED if turns else llama_like.FULL for turns in turning), CHUNKED
+    )
     step = hf.get("interleave_moe_layer_step", 1)
     sparse = hf.sequence("moe_layers", int)
     sparse = range(step - 1, n_layers, step) if sparse is None else sparse
     chunk = hf.optional("attention_chunk_size", int, 8192)
     turning_layers, still_layers = _turning(hf, norm.eps), _still(hf)
 
-    def block(turns: int, layer_type: str, is_sparse: bool) -> PreNormConfig:
-        return PreNormConfig(
+    def block(turns: int, layer_type: str, is_sparse: bool) -> nn.PreNormConfig:
+        return nn.PreNormConfig(
             norm=norm,
-            attention=attention(
+            attention=llama_like.attention(
                 hf,
                 n_kv_heads=hf.get("num_key_value_heads", 8),
                 head_dim=hf.optional("head_dim", int, 128),
@@ -85,12 +68,14 @@ def read(hf: Fields) -> DecoderConfig:
         )
 
     kinds = [(turning[n], types[n], n in sparse) for n in range(n_layers)]
-    return decoder(
+    return llama_like.decoder(
         hf,
         [block(*kind) for kind in kinds],
         norm,
         names=[
-            "_".join((SHORT_NAMES[of], "rope" if turns else "nope", "moe" if moe else "dense"))
+            "_".join(
+                (llama_like.SHORT_NAMES[of], "rope" if turns else "nope", "moe" if moe else "dense")
+            )
             for turns, of, moe in kinds
         ],
     )
@@ -98,7 +83,7 @@ def read(hf: Fields) -> DecoderConfig:
 
 def _turning(hf: Fields, eps: float) -> Mapping[str, Any]:
     """Read fields of `AttentionConfig` for layers with RoPE and, after it, norms on q and k."""
-    norm = QKNormConfig(norm=RMSNormConfig(eps=eps, weight=False), after_rope=True)
+    norm = nn.QKNormConfig(norm=nn.RMSNormConfig(eps=eps, weight=False), after_rope=True)
     return {
         "position": read_rope(hf, theta=500_000.0, pairing="interleaved", precision="float32"),
         "qk_norm": norm if hf.get("use_qk_norm", True) else None,
@@ -107,11 +92,11 @@ def _turning(hf: Fields, eps: float) -> Mapping[str, Any]:
 
 def _still(hf: Fields) -> Mapping[str, Any]:
     """Read fields of `AttentionConfig` for layers without RoPE, with query scaling by position."""
-    growth = QueryScalingConfig(
+    growth = nn.QueryScalingConfig(
         scale=hf.get("attn_scale", 0.1), length=hf.get("floor_scale", 8192), offset=1
     )
     return {
-        "position": NoPositionConfig(),
+        "position": nn.NoPositionConfig(),
         "query_scaling": growth if hf.truth("attn_temperature_tuning", True) else None,
     }
 
@@ -128,7 +113,7 @@ def written_turning(data: Data) -> list[int]:
 
 def written_types(data: Data) -> list[str]:
     """Return `layer_types` for `config.json`: chunked or full attention for each layer."""
-    return [CHUNKED if one["chunk"] else FULL for one in attentions(data)]
+    return [CHUNKED if one["chunk"] else llama_like.FULL for one in attentions(data)]
 
 
 def chunk_size(data: Data) -> int:
@@ -164,12 +149,12 @@ HUGGING_FACE = (
         model_type="llama4_text",
         architecture="Llama4ForCausalLM",
         read=read,
-        keys=KEYS
+        keys=llama_like.KEYS
         | {
-            "intermediate_size": of_sparse("d_ff"),
-            "intermediate_size_mlp": of_dense("d_ff"),
-            "num_local_experts": of_sparse("n_experts"),
-            "num_experts_per_tok": of_sparse("top_k"),
+            "intermediate_size": mixtures.of_sparse("d_ff"),
+            "intermediate_size_mlp": mixtures.of_dense("d_ff"),
+            "num_local_experts": mixtures.of_sparse("n_experts"),
+            "num_experts_per_tok": mixtures.of_sparse("top_k"),
             "moe_layers": moe_layers,
             "attention_bias": "block.attention.qkv_bias",
             "attention_chunk_size": chunk_size,
@@ -201,7 +186,7 @@ HUGGING_FACE = (
                 same(f"{FEED_FORWARD}shared.{name}_proj", f"{THEIRS}shared_expert.{name}_proj")
                 for name in ("gate", "up", "down")
             ),
-            base=RULES,
+            base=llama_like.RULES,
         ),
     ),
 )

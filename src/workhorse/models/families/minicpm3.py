@@ -2,25 +2,14 @@
 
 import math
 
+from workhorse import nn
+from workhorse.models.huggingface import llama_like
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import (
-    KEYS,
-    LATENT_KEYS,
-    LATENT_RULES,
-    RULES,
-    decoder,
-    gated_mlp,
-    latent_attention,
-    rms_norm,
-)
 from workhorse.models.huggingface.moves import instead
-from workhorse.nn import DecoderConfig
-from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.embedding import EmbeddingConfig
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a MiniCPM3 config: LLaMA with multipliers, and DeepSeek's latent attention.
 
     RoPE pairs the two halves of a head. Sub-layer outputs are multiplied by
@@ -28,25 +17,25 @@ def read(hf: Fields) -> DecoderConfig:
     """
     width, depth = hf.need("hidden_size", int), hf.need("num_hidden_layers", int)
     n_heads, scaled = hf.need("num_attention_heads", int), hf.get("scale_emb", 12.0)
-    attention = latent_attention(hf, neighbours=False).replace(
+    attention = llama_like.latent_attention(hf, neighbours=False).replace(
         q_rank=hf.optional("q_lora_rank", int, 768),
         kv_rank=hf.get("kv_lora_rank", 256),
         nope_dim=hf.get("qk_nope_head_dim", 64),
         rope_dim=hf.get("qk_rope_head_dim", 32),
         value_dim=hf.get("v_head_dim", width // n_heads),
     )
-    block = PreNormConfig(
-        norm=rms_norm(hf, eps=1e-5),
+    block = nn.PreNormConfig(
+        norm=llama_like.rms_norm(hf, eps=1e-5),
         attention=attention,
-        feed_forward=gated_mlp(hf, bias=hf.get("mlp_bias", False)),
+        feed_forward=llama_like.gated_mlp(hf, bias=hf.get("mlp_bias", False)),
         residual_multiplier=(hf.optional("scale_depth", float, 1.4) or depth**0.5) / depth**0.5,
     )
-    return decoder(
+    return llama_like.decoder(
         hf,
         block,
         block.norm,
         tied=True,
-        embedding=EmbeddingConfig(multiplier=scaled, round_multiplier=scaled != 1),
+        embedding=nn.EmbeddingConfig(multiplier=scaled, round_multiplier=scaled != 1),
         head={"multiplier": (hf.optional("dim_model_base", int, 256) or width) / width},
     )
 
@@ -66,14 +55,14 @@ HUGGING_FACE = (
         model_type="minicpm3",
         architecture="MiniCPM3ForCausalLM",
         read=read,
-        keys=KEYS
-        | LATENT_KEYS
+        keys=llama_like.KEYS
+        | llama_like.LATENT_KEYS
         | {
             "mlp_bias": "block.feed_forward.bias",
             "scale_emb": "embedding.multiplier",
             "scale_depth": scale_depth,
             "dim_model_base": dim_model_base,
         },
-        rules=instead(*LATENT_RULES, base=RULES),
+        rules=instead(*llama_like.LATENT_RULES, base=llama_like.RULES),
     ),
 )

@@ -1,25 +1,14 @@
 """MiniMax-M2 (2025), whose predecessor is MiniMax-01 (2501.08313)."""
 
+from workhorse import nn
+from workhorse.models.huggingface import llama_like
 from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import (
-    KEYS,
-    RULES,
-    activation,
-    attention,
-    decoder,
-    rms_norm,
-)
 from workhorse.models.huggingface.moves import instead, same, stacked
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.self_attention import QKNormConfig
-from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.experts.mixture import MoEConfig
-from workhorse.nn.experts.router import RouterConfig
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a MiniMax-M2 config: a sigmoid-routed mixture of experts in every layer.
 
     One norm covers the queries of all heads, another the keys of all heads.
@@ -38,27 +27,27 @@ def read(hf: Fields) -> DecoderConfig:
         [1] * hf.need("num_hidden_layers", int),
         "linear attention is not implemented",
     )
-    norm = rms_norm(hf)
+    norm = llama_like.rms_norm(hf)
     head_dim = hf.get("head_dim", 128)
     turning = hf.get("rotary_dim", head_dim)  # key of files older than the transformers class
-    block = PreNormConfig(
+    block = nn.PreNormConfig(
         norm=norm,
-        attention=attention(
+        attention=llama_like.attention(
             hf,
             n_kv_heads=hf.get("num_key_value_heads", 8),
             head_dim=head_dim,
             position=read_rope(hf, theta=5e6, fraction=turning / head_dim),
-            qk_norm=QKNormConfig(norm=norm, over="full"),
+            qk_norm=nn.QKNormConfig(norm=norm, over="full"),
         ),
-        feed_forward=MoEConfig(
+        feed_forward=nn.MoEConfig(
             n_experts=hf.get("num_local_experts", 256),
             top_k=hf.get("num_experts_per_tok", 8),
             d_ff=hf.get("intermediate_size", 1536),
-            activation=activation(hf),
-            router=RouterConfig(score="sigmoid", normalize=True, selection_bias=True),
+            activation=llama_like.activation(hf),
+            router=nn.RouterConfig(score="sigmoid", normalize=True, selection_bias=True),
         ),
     )
-    return decoder(hf, block, norm)
+    return llama_like.decoder(hf, block, norm)
 
 
 FEED_FORWARD, MIXTURE = "layers.{i}.feed_forward.", "model.layers.{i}.block_sparse_moe."
@@ -68,7 +57,7 @@ HUGGING_FACE = (
         model_type="minimax_m2",
         architecture="MiniMaxM2ForCausalLM",
         read=read,
-        keys=KEYS
+        keys=llama_like.KEYS
         | {
             "num_local_experts": "block.feed_forward.n_experts",
             "num_experts_per_tok": "block.feed_forward.top_k",
@@ -81,7 +70,7 @@ HUGGING_FACE = (
             stacked(FEED_FORWARD + "experts.gate_proj", MIXTURE + "experts.{*}.w1"),
             stacked(FEED_FORWARD + "experts.down_proj", MIXTURE + "experts.{*}.w2"),
             stacked(FEED_FORWARD + "experts.up_proj", MIXTURE + "experts.{*}.w3"),
-            base=RULES,
+            base=llama_like.RULES,
         ),
     ),
 )

@@ -1,40 +1,28 @@
 """Ministral 8B (Mistral AI, 2024)."""
 
+from workhorse import nn
+from workhorse.models.huggingface import llama_like
 from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import (
-    FULL,
-    KEYS,
-    RULES,
-    SLIDING,
-    alternating,
-    attention,
-    decoder,
-    gated_mlp,
-    layer_types,
-    rms_norm,
-    written_layer_types,
-    written_window,
-)
-from workhorse.nn import DecoderConfig
-from workhorse.nn.blocks import PreNormConfig
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a Ministral 8B config: Mistral; each layer has a window or full attention."""
-    norm = rms_norm(hf)
+    norm = llama_like.rms_norm(hf)
     window = hf.optional("sliding_window", int, 4096)
-    kinds = layer_types(hf, alternating(hf, [SLIDING if window else FULL]))
-    heads = attention(hf, n_kv_heads=hf.get("num_key_value_heads", 8))
+    kinds = llama_like.layer_types(
+        hf, llama_like.alternating(hf, [llama_like.SLIDING if window else llama_like.FULL])
+    )
+    heads = llama_like.attention(hf, n_kv_heads=hf.get("num_key_value_heads", 8))
     layers = [
-        PreNormConfig(
+        nn.PreNormConfig(
             norm=norm,
-            attention=heads.replace(window=window if kind == SLIDING else None),
-            feed_forward=gated_mlp(hf),
+            attention=heads.replace(window=window if kind == llama_like.SLIDING else None),
+            feed_forward=llama_like.gated_mlp(hf),
         )
         for kind in kinds
     ]
-    return decoder(hf, layers, norm, names=kinds)
+    return llama_like.decoder(hf, layers, norm, names=kinds)
 
 
 HUGGING_FACE = (
@@ -42,7 +30,11 @@ HUGGING_FACE = (
         model_type="ministral",
         architecture="MinistralForCausalLM",
         read=read,
-        keys=KEYS | {"sliding_window": written_window, "layer_types": written_layer_types},
-        rules=RULES,
+        keys=llama_like.KEYS
+        | {
+            "sliding_window": llama_like.written_window,
+            "layer_types": llama_like.written_layer_types,
+        },
+        rules=llama_like.RULES,
     ),
 )

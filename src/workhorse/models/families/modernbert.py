@@ -2,52 +2,38 @@
 
 from typing import Any
 
+from workhorse import nn
 from workhorse.config.base import ConfigError
+from workhorse.models.huggingface import llama_like
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import (
-    FULL,
-    KEYS,
-    RULES,
-    SHORT_NAMES,
-    SLIDING,
-    activation,
-    attention,
-    decoder,
-    every,
-    gated_mlp,
-    layer_types,
-    written_activation,
-    written_layer_types,
-    written_rope_by_type,
-    written_window,
-)
 from workhorse.models.huggingface.moves import instead, joined, same
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.nn import DecoderConfig
-from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.embedding import EmbeddingConfig, HeadTransformConfig
-from workhorse.nn.norms import LayerNormConfig
 
-THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
+THETAS = {
+    llama_like.FULL: ("global_rope_theta", 160_000.0),
+    llama_like.SLIDING: ("local_rope_theta", 10_000.0),
+}
 """For each layer type: the key of theta in older files, and the default theta."""
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a ModernBERT decoder config: a norm on the embedding; one of three layers is global."""
     hf.ignore(*DESCRIPTIONS, *(key for key, _ in THETAS.values()))
-    norm = LayerNormConfig(eps=hf.get("norm_eps", 1e-5), bias=hf.get("norm_bias", False))
-    first = every(hf, "global_attn_every_n_layers", 3, offset=0)
-    types = layer_types(hf, [FULL if one else SLIDING for one in first])
+    norm = nn.LayerNormConfig(eps=hf.get("norm_eps", 1e-5), bias=hf.get("norm_bias", False))
+    first = llama_like.every(hf, "global_attn_every_n_layers", 3, offset=0)
+    types = llama_like.layer_types(
+        hf, [llama_like.FULL if one else llama_like.SLIDING for one in first]
+    )
     window = _window(hf)
     bias = hf.get("attention_bias", False)
 
-    def block(kind: str, n: int) -> PreNormConfig:
+    def block(kind: str, n: int) -> nn.PreNormConfig:
         key, theta = THETAS[kind]
-        return PreNormConfig(
+        return nn.PreNormConfig(
             norm=norm,
             norm_attention=n > 0,
-            attention=attention(
+            attention=llama_like.attention(
                 hf,
                 position=read_rope(
                     hf,
@@ -57,25 +43,25 @@ def read(hf: Fields) -> DecoderConfig:
                     older="updates",
                     precision="float32",
                 ),
-                window=window if kind == SLIDING else None,
+                window=window if kind == llama_like.SLIDING else None,
                 qkv_bias=bias,
                 out_bias=bias,
             ),
-            feed_forward=gated_mlp(
+            feed_forward=llama_like.gated_mlp(
                 hf,
-                activation=activation(hf, "hidden_activation", "gelu"),
+                activation=llama_like.activation(hf, "hidden_activation", "gelu"),
                 bias=hf.get("mlp_bias", False),
                 dropout=hf.get("mlp_dropout", 0.0),
             ),
         )
 
-    return decoder(
+    return llama_like.decoder(
         hf,
         [block(kind, n) for n, kind in enumerate(types)],
         norm,
-        names=[SHORT_NAMES[kind] if n else "first" for n, kind in enumerate(types)],
+        names=[llama_like.SHORT_NAMES[kind] if n else "first" for n, kind in enumerate(types)],
         tied=True,
-        embedding=EmbeddingConfig(norm=norm, dropout=hf.get("embedding_dropout", 0.0)),
+        embedding=nn.EmbeddingConfig(norm=norm, dropout=hf.get("embedding_dropout", 0.0)),
         head=_head(hf, norm),
     )
 
@@ -111,9 +97,9 @@ def _window(hf: Fields) -> int:
     return window
 
 
-def _head(hf: Fields, norm: LayerNormConfig) -> dict[str, Any]:
-    transform = HeadTransformConfig(
-        activation=activation(hf, "classifier_activation", "gelu"),
+def _head(hf: Fields, norm: nn.LayerNormConfig) -> dict[str, Any]:
+    transform = nn.HeadTransformConfig(
+        activation=llama_like.activation(hf, "classifier_activation", "gelu"),
         bias=hf.get("classifier_bias", False),
         norm=norm,
     )
@@ -122,7 +108,7 @@ def _head(hf: Fields, norm: LayerNormConfig) -> dict[str, Any]:
 
 def both_directions(data: Data) -> int:
     """Return `local_attention` for `config.json`: twice the window."""
-    return 2 * written_window(data)
+    return 2 * llama_like.written_window(data)
 
 
 OWN_KEYS = (
@@ -142,18 +128,18 @@ HUGGING_FACE = (
         architecture="ModernBertDecoderForCausalLM",
         read=read,
         keys={
-            **{key: KEYS[key] for key in OWN_KEYS},
-            "hidden_activation": written_activation(),
+            **{key: llama_like.KEYS[key] for key in OWN_KEYS},
+            "hidden_activation": llama_like.written_activation(),
             "norm_eps": "final_norm.eps",
             "norm_bias": "final_norm.bias",
             "attention_bias": "block.attention.qkv_bias",
             "mlp_bias": "block.feed_forward.bias",
             "decoder_bias": "head.bias",
             "classifier_bias": "head.transform.bias",
-            "classifier_activation": written_activation("head.transform.activation"),
+            "classifier_activation": llama_like.written_activation("head.transform.activation"),
             "local_attention": both_directions,
-            "layer_types": written_layer_types,
-            "rope_parameters": written_rope_by_type,
+            "layer_types": llama_like.written_layer_types,
+            "rope_parameters": llama_like.written_rope_by_type,
             "pad_token_id": lambda _: 0,  # the transformers class does not accept null
             "bos_token_id": lambda _: 0,
         },
@@ -176,7 +162,7 @@ HUGGING_FACE = (
             same("head.transform.0", "lm_head.dense"),
             same("head.transform.2", "lm_head.norm"),
             same("head.proj", "decoder"),
-            base=RULES,
+            base=llama_like.RULES,
         ),
     ),
 )

@@ -4,21 +4,14 @@ import math
 from functools import partial
 from typing import Literal
 
+from workhorse import nn
 from workhorse.config.base import ConfigError
 from workhorse.errors import nearest
+from workhorse.models.huggingface import gpt_like, llama_like
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.gpt_like import attention, written
-from workhorse.models.huggingface.llama_like import decoder
 from workhorse.models.huggingface.moves import joined, same
 from workhorse.models.preset import Preset
-from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.embedding import HeadConfig
-from workhorse.nn.feedforward import MlpConfig
-from workhorse.nn.init import HeInitConfig
-from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions.absolute import AlibiConfig
 
 
 def mpt(
@@ -28,23 +21,23 @@ def mpt(
     n_heads: int,
     vocab_size: int = 50432,
     max_seq_len: int = 2048,
-) -> DecoderConfig:
+) -> nn.DecoderConfig:
     """Build an MPT config: GPT-2's block with ALiBi, no biases, and LayerNorm in low precision."""
-    norm = LayerNormConfig(eps=1e-5, bias=False, precision="low")
-    block = PreNormConfig(
+    norm = nn.LayerNormConfig(eps=1e-5, bias=False, precision="low")
+    block = nn.PreNormConfig(
         norm=norm,
-        attention=AttentionConfig(n_heads=n_heads, position=AlibiConfig(max_bias=8.0)),
-        feed_forward=MlpConfig(d_ff=4 * d_model, activation="gelu"),
+        attention=nn.AttentionConfig(n_heads=n_heads, position=nn.AlibiConfig(max_bias=8.0)),
+        feed_forward=nn.MlpConfig(d_ff=4 * d_model, activation="gelu"),
     )
-    return DecoderConfig(
+    return nn.DecoderConfig(
         vocab_size=vocab_size,
         d_model=d_model,
         n_layers=n_layers,
         max_seq_len=max_seq_len,
         blocks={"main": block},
         final_norm=norm,
-        head=HeadConfig(tied=True),
-        init=HeInitConfig(embedding_std=math.sqrt(2 / d_model), residual="scaled"),
+        head=nn.HeadConfig(tied=True),
+        init=nn.HeInitConfig(embedding_std=math.sqrt(2 / d_model), residual="scaled"),
     )
 
 
@@ -98,7 +91,7 @@ ATTENTION_OPTIONS = {
 """Options of the original code that transformers ignores: only supported value, and reason."""
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read an MPT config as transformers does, with fewer options than the original code.
 
     transformers ignores `alibi_bias_max`: its smallest ALiBi slope is always 2^-8. Here the key is
@@ -115,23 +108,23 @@ def read(hf: Fields) -> DecoderConfig:
     kind = hf.get("norm_type", "low_precision_layernorm")
     if kind not in PRECISIONS:
         raise ConfigError(f"{hf.where}: norm_type {kind!r} is unknown; {nearest(kind, PRECISIONS)}")
-    norm = LayerNormConfig(
+    norm = nn.LayerNormConfig(
         eps=hf.get("layer_norm_epsilon", 1e-5), bias=False, precision=PRECISIONS[kind]
     )
     dropout = options.get("attn_pdrop", 0.0)
-    block = PreNormConfig(
+    block = nn.PreNormConfig(
         norm=norm,
-        attention=attention(
+        attention=gpt_like.attention(
             hf,
-            position=AlibiConfig(max_bias=options.get("alibi_bias_max", 8.0)),
+            position=nn.AlibiConfig(max_bias=options.get("alibi_bias_max", 8.0)),
             scale=options.optional("softmax_scale", float),
             clip=options.optional("clip_qkv", float),
             dropout=dropout,
         ),
-        feed_forward=MlpConfig(d_ff=4 * hf.need("hidden_size", int), activation="gelu"),
+        feed_forward=nn.MlpConfig(d_ff=4 * hf.need("hidden_size", int), activation="gelu"),
         dropout=dropout,
     )
-    return decoder(hf, block, norm, tied=True)
+    return llama_like.decoder(hf, block, norm, tied=True)
 
 
 def _attention_options(hf: Fields) -> Fields:
@@ -172,7 +165,7 @@ HUGGING_FACE = (
         model_type="mpt",
         architecture="MptForCausalLM",
         read=read,
-        keys={key: path for key, path in written(NAMES).items() if key not in WITHOUT_KEY}
+        keys={key: path for key, path in gpt_like.written(NAMES).items() if key not in WITHOUT_KEY}
         | {
             "attn_config": attention_options,
             "layer_norm_epsilon": "final_norm.eps",

@@ -1,25 +1,14 @@
 """nanochat (Karpathy, 2025): a whole chat model, small enough to read."""
 
+from workhorse import nn
+from workhorse.models.huggingface import llama_like
 from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import (
-    KEYS,
-    RULES,
-    activation,
-    attention,
-    decoder,
-    rms_norm,
-)
 from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.self_attention import QKNormConfig
-from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.embedding import EmbeddingConfig
-from workhorse.nn.feedforward import MlpConfig
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a nanochat config: norms without weights, also on embedding, q and k.
 
     RoPE rotates in the opposite direction.
@@ -27,26 +16,27 @@ def read(hf: Fields) -> DecoderConfig:
     # logits_soft_cap is the old name of final_logit_softcapping.
     hf.ignore("logits_soft_cap", "resid_dropout")
     hf.refuse("qkv_bias", False, "nanochat enables all biases at once, with attention_bias")
-    norm = rms_norm(hf, weight=False)
+    norm = llama_like.rms_norm(hf, weight=False)
     bias = hf.get("attention_bias", False)
-    block = PreNormConfig(
+    block = nn.PreNormConfig(
         norm=norm,
-        attention=attention(
+        attention=llama_like.attention(
             hf,
             position=read_rope(hf, reverse=True),
-            qk_norm=QKNormConfig(norm=norm, after_rope=True),
+            qk_norm=nn.QKNormConfig(norm=norm, after_rope=True),
             qkv_bias=bias,
             out_bias=bias,
         ),
-        feed_forward=MlpConfig(
-            d_ff=hf.get("intermediate_size", 8192), activation=activation(hf, default="relu2")
+        feed_forward=nn.MlpConfig(
+            d_ff=hf.get("intermediate_size", 8192),
+            activation=llama_like.activation(hf, default="relu2"),
         ),
     )
-    return decoder(
+    return llama_like.decoder(
         hf,
         block,
         norm,
-        embedding=EmbeddingConfig(norm=norm),
+        embedding=nn.EmbeddingConfig(norm=norm),
         head={"cap": hf.optional("final_logit_softcapping", float, 15.0)},
     )
 
@@ -56,7 +46,7 @@ HUGGING_FACE = (
         model_type="nanochat",
         architecture="NanoChatForCausalLM",
         read=read,
-        keys=KEYS
+        keys=llama_like.KEYS
         | {
             "attention_bias": "block.attention.qkv_bias",
             "final_logit_softcapping": "head.cap",
@@ -64,7 +54,7 @@ HUGGING_FACE = (
         rules=instead(
             same("layers.{i}.feed_forward.up_proj", "model.layers.{i}.mlp.fc1"),
             same("layers.{i}.feed_forward.down_proj", "model.layers.{i}.mlp.fc2"),
-            base=RULES,
+            base=llama_like.RULES,
         ),
     ),
 )

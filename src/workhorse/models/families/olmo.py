@@ -6,38 +6,13 @@ Also reads OLMo 2 (2501.00656), OLMo 3 (2512.13961) and the mixture OLMoE (2409.
 from functools import partial
 from typing import Any
 
+from workhorse import nn
+from workhorse.models.huggingface import llama_like, mixtures
 from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import (
-    FULL,
-    KEYS,
-    ROPE_BY_TYPE_KEYS,
-    RULES,
-    SLIDING,
-    activation,
-    alternating,
-    attention,
-    decoder,
-    gated_mlp,
-    layer_types,
-    rms_norm,
-    written_layer_types,
-    written_window,
-)
-from workhorse.models.huggingface.mixtures import MIXTURE_RULES
 from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.models.preset import Preset
-from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.attention.self_attention import QKNormConfig
-from workhorse.nn.blocks import PreNormConfig, ReorderedNormConfig
-from workhorse.nn.embedding import HeadConfig
-from workhorse.nn.experts.mixture import MoEConfig
-from workhorse.nn.experts.router import RouterConfig
-from workhorse.nn.feedforward import GatedMlpConfig
-from workhorse.nn.init import FanInInitConfig
-from workhorse.nn.norms import LayerNormConfig, RMSNormConfig
-from workhorse.nn.positions.rope import RopeConfig
 
 
 def olmo(
@@ -49,30 +24,30 @@ def olmo(
     tied: bool = False,
     vocab_size: int = 50304,
     max_seq_len: int = 2048,
-) -> DecoderConfig:
+) -> nn.DecoderConfig:
     """Build an OLMo config: LLaMA's block with LayerNorm without weight and bias, in float32.
 
     Weights start with standard deviation `1/sqrt(fan_in)`. Projections onto the residual stream
     start smaller: the original divides by `sqrt(2 · layer)` and truncates at three deviations; here
     all are divided by `sqrt(2 · n_layers)`, without truncation.
     """
-    norm = LayerNormConfig(eps=1e-5, weight=False, bias=False, precision="float32")
-    block = PreNormConfig(
+    norm = nn.LayerNormConfig(eps=1e-5, weight=False, bias=False, precision="float32")
+    block = nn.PreNormConfig(
         norm=norm,
-        attention=AttentionConfig(
-            n_heads=n_heads, position=RopeConfig(theta=10_000.0, precision="float32")
+        attention=nn.AttentionConfig(
+            n_heads=n_heads, position=nn.RopeConfig(theta=10_000.0, precision="float32")
         ),
-        feed_forward=GatedMlpConfig(d_ff=d_ff, activation="silu"),
+        feed_forward=nn.GatedMlpConfig(d_ff=d_ff, activation="silu"),
     )
-    return DecoderConfig(
+    return nn.DecoderConfig(
         vocab_size=vocab_size,
         d_model=d_model,
         n_layers=n_layers,
         max_seq_len=max_seq_len,
         blocks={"main": block},
         final_norm=norm,
-        head=HeadConfig(tied=tied),
-        init=FanInInitConfig(embedding_std=d_model**-0.5, residual="scaled"),
+        head=nn.HeadConfig(tied=tied),
+        init=nn.FanInInitConfig(embedding_std=d_model**-0.5, residual="scaled"),
     )
 
 
@@ -119,92 +94,97 @@ PRESETS = (
 )
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read an OLMo 1 config. Its norm has no weights, and no key sets the norm's epsilon."""
-    norm = LayerNormConfig(eps=1e-5, weight=False, bias=False, precision="float32")
-    block = PreNormConfig(
+    norm = nn.LayerNormConfig(eps=1e-5, weight=False, bias=False, precision="float32")
+    block = nn.PreNormConfig(
         norm=norm,
         attention=_attention(
             hf,
             position=read_rope(hf, precision="float32"),
             clip=hf.optional("clip_qkv", float),
         ),
-        feed_forward=gated_mlp(hf),
+        feed_forward=llama_like.gated_mlp(hf),
     )
-    return decoder(hf, block, norm)
+    return llama_like.decoder(hf, block, norm)
 
 
-def read_olmo2(hf: Fields) -> DecoderConfig:
+def read_olmo2(hf: Fields) -> nn.DecoderConfig:
     """Read an OLMo 2 config (2501.00656 §2.1): norms on sub-layer outputs, queries and keys."""
-    norm = rms_norm(hf, eps=1e-5, multiply="before_cast")
-    block = ReorderedNormConfig(
+    norm = llama_like.rms_norm(hf, eps=1e-5, multiply="before_cast")
+    block = nn.ReorderedNormConfig(
         norm=norm,
         attention=_normed_attention(hf, norm, position=read_rope(hf, precision="float32")),
-        feed_forward=gated_mlp(hf),
+        feed_forward=llama_like.gated_mlp(hf),
     )
-    return decoder(hf, block, norm)
+    return llama_like.decoder(hf, block, norm)
 
 
-def read_olmo3(hf: Fields) -> DecoderConfig:
+def read_olmo3(hf: Fields) -> nn.DecoderConfig:
     """Read an OLMo 3 config (2512.13961): OLMo 2 with windows in three of four layers.
 
     A RoPE scaling that is given only once applies to the layers without a window.
     """
-    norm = rms_norm(hf, eps=1e-5, multiply="before_cast")
-    types = layer_types(hf, alternating(hf, (SLIDING, SLIDING, SLIDING, FULL)))
+    norm = llama_like.rms_norm(hf, eps=1e-5, multiply="before_cast")
+    types = llama_like.layer_types(
+        hf,
+        llama_like.alternating(
+            hf, (llama_like.SLIDING, llama_like.SLIDING, llama_like.SLIDING, llama_like.FULL)
+        ),
+    )
     window = hf.optional("sliding_window", int, 4096)
     for_each = hf.values.get("rope_parameters") is not None
 
-    def block(kind: str) -> ReorderedNormConfig:
+    def block(kind: str) -> nn.ReorderedNormConfig:
         rope = read_rope(
             hf,
             theta=5e5,
-            theta_key="rope_theta" if kind == FULL else None,
+            theta_key="rope_theta" if kind == llama_like.FULL else None,
             layer_type=kind,
-            scaled=for_each or kind == FULL,
-            older="updates" if kind == FULL else "ignored",
+            scaled=for_each or kind == llama_like.FULL,
+            older="updates" if kind == llama_like.FULL else "ignored",
             precision="float32",
         )
-        return ReorderedNormConfig(
+        return nn.ReorderedNormConfig(
             norm=norm,
             attention=_normed_attention(
-                hf, norm, position=rope, window=window if kind == SLIDING else None
+                hf, norm, position=rope, window=window if kind == llama_like.SLIDING else None
             ),
-            feed_forward=gated_mlp(hf),
+            feed_forward=llama_like.gated_mlp(hf),
         )
 
-    return decoder(hf, [block(kind) for kind in types], norm, names=types)
+    return llama_like.decoder(hf, [block(kind) for kind in types], norm, names=types)
 
 
-def read_olmoe(hf: Fields) -> DecoderConfig:
+def read_olmoe(hf: Fields) -> nn.DecoderConfig:
     """Read an OLMoE config (2409.02060): small experts, norms on q and k, pre-norm blocks."""
     hf.refuse(
         "clip_qkv",
         None,
         "OLMoE clips after the norms on queries and keys; here clipping comes before them",
     )
-    norm = rms_norm(hf, eps=1e-5)
-    block = PreNormConfig(
+    norm = llama_like.rms_norm(hf, eps=1e-5)
+    block = nn.PreNormConfig(
         norm=norm,
         attention=_normed_attention(hf, norm),
-        feed_forward=MoEConfig(
+        feed_forward=nn.MoEConfig(
             n_experts=hf.get("num_experts", hf.get("num_local_experts", 64)),
             top_k=hf.get("num_experts_per_tok", 8),
             d_ff=hf.get("intermediate_size", 2048),
-            activation=activation(hf),
-            router=RouterConfig(normalize=hf.get("norm_topk_prob", False)),
+            activation=llama_like.activation(hf),
+            router=nn.RouterConfig(normalize=hf.get("norm_topk_prob", False)),
         ),
     )
-    return decoder(hf, block, norm)
+    return llama_like.decoder(hf, block, norm)
 
 
-def _attention(hf: Fields, **changes: Any) -> AttentionConfig:
+def _attention(hf: Fields, **changes: Any) -> nn.AttentionConfig:
     bias = hf.get("attention_bias", False)
-    return attention(hf, qkv_bias=bias, out_bias=bias, **changes)
+    return llama_like.attention(hf, qkv_bias=bias, out_bias=bias, **changes)
 
 
-def _normed_attention(hf: Fields, norm: RMSNormConfig, **changes: Any) -> AttentionConfig:
-    return _attention(hf, qk_norm=QKNormConfig(norm=norm, over="full"), **changes)
+def _normed_attention(hf: Fields, norm: nn.RMSNormConfig, **changes: Any) -> nn.AttentionConfig:
+    return _attention(hf, qk_norm=nn.QKNormConfig(norm=norm, over="full"), **changes)
 
 
 BIAS = {"attention_bias": "block.attention.qkv_bias"}
@@ -222,42 +202,42 @@ HUGGING_FACE = (
         model_type="olmo",
         architecture="OlmoForCausalLM",
         read=read,
-        keys={key: path for key, path in KEYS.items() if key != "rms_norm_eps"}
+        keys={key: path for key, path in llama_like.KEYS.items() if key != "rms_norm_eps"}
         | BIAS
         | {"clip_qkv": "block.attention.clip"},
-        rules=RULES,
+        rules=llama_like.RULES,
     ),
     Family(
         model_type="olmo2",
         architecture="Olmo2ForCausalLM",
         read=read_olmo2,
-        keys=KEYS | BIAS,
-        rules=instead(*QK_NORM, *REORDERED, base=RULES),
+        keys=llama_like.KEYS | BIAS,
+        rules=instead(*QK_NORM, *REORDERED, base=llama_like.RULES),
     ),
     Family(
         model_type="olmo3",
         architecture="Olmo3ForCausalLM",
         read=read_olmo3,
-        keys=KEYS
+        keys=llama_like.KEYS
         | BIAS
-        | ROPE_BY_TYPE_KEYS
+        | llama_like.ROPE_BY_TYPE_KEYS
         | {
-            "sliding_window": written_window,
-            "layer_types": written_layer_types,
+            "sliding_window": llama_like.written_window,
+            "layer_types": llama_like.written_layer_types,
         },
-        rules=instead(*QK_NORM, *REORDERED, base=RULES),
+        rules=instead(*QK_NORM, *REORDERED, base=llama_like.RULES),
     ),
     Family(
         model_type="olmoe",
         architecture="OlmoeForCausalLM",
         read=read_olmoe,
-        keys=KEYS
+        keys=llama_like.KEYS
         | BIAS
         | {
             "num_experts": "block.feed_forward.n_experts",
             "num_experts_per_tok": "block.feed_forward.top_k",
             "norm_topk_prob": "block.feed_forward.router.normalize",
         },
-        rules=instead(*QK_NORM, *MIXTURE_RULES, base=RULES),
+        rules=instead(*QK_NORM, *mixtures.MIXTURE_RULES, base=llama_like.RULES),
     ),
 )

@@ -1,15 +1,10 @@
 """OPT: Open Pre-trained Transformer Language Models (Zhang et al., 2205.01068)."""
 
+from workhorse import nn
+from workhorse.models.huggingface import gpt_like, llama_like
 from workhorse.models.huggingface.family import Data, Family, equals
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.gpt_like import attention, mlp, written
-from workhorse.models.huggingface.llama_like import decoder
 from workhorse.models.huggingface.moves import Rule, same
-from workhorse.nn import DecoderConfig
-from workhorse.nn.blocks import PostNormConfig, PreNormConfig
-from workhorse.nn.embedding import EmbeddingConfig
-from workhorse.nn.norms import LayerNormConfig, NoNormConfig
-from workhorse.nn.positions.absolute import LearnedPositionConfig
 
 NAMES = {
     "intermediate_size": "ffn_dim",
@@ -21,7 +16,7 @@ FAIRSEQ_OFFSET = 2
 """Number of unused rows before the first position: fairseq's positions start after padding id 1."""
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read an OPT config: pre-norm blocks with learned positions.
 
     OPT-350M is post-norm without a final norm, and has a narrow embedding.
@@ -29,20 +24,24 @@ def read(hf: Fields) -> DecoderConfig:
     hf = hf.renamed(NAMES)
     hf.ignore("activation_dropout", "layerdrop")
     affine = hf.get("layer_norm_elementwise_affine", True)
-    norm = LayerNormConfig(weight=affine, bias=affine)
+    norm = nn.LayerNormConfig(weight=affine, bias=affine)
     bias = hf.get("enable_bias", True)
     parts: Data = {
         "norm": norm,
-        "attention": attention(hf, qkv_bias=bias, out_bias=bias),
-        "feed_forward": mlp(hf, "relu", bias=bias),
+        "attention": gpt_like.attention(hf, qkv_bias=bias, out_bias=bias),
+        "feed_forward": gpt_like.mlp(hf, "relu", bias=bias),
         "dropout": hf.get("hidden_dropout", 0.1),
     }
     before = hf.get("do_layer_norm_before", True)
     bare = hf.get("_remove_final_layer_norm", False) or not before
     width = hf.optional("word_embed_proj_dim", int)
-    embedding = EmbeddingConfig(position=LearnedPositionConfig(offset=FAIRSEQ_OFFSET), width=width)
-    block = PreNormConfig(**parts) if before else PostNormConfig(**parts)
-    return decoder(hf, block, NoNormConfig() if bare else norm, tied=True, embedding=embedding)
+    embedding = nn.EmbeddingConfig(
+        position=nn.LearnedPositionConfig(offset=FAIRSEQ_OFFSET), width=width
+    )
+    block = nn.PreNormConfig(**parts) if before else nn.PostNormConfig(**parts)
+    return llama_like.decoder(
+        hf, block, nn.NoNormConfig() if bare else norm, tied=True, embedding=embedding
+    )
 
 
 def removed_norm(data: Data) -> bool:
@@ -77,7 +76,7 @@ HUGGING_FACE = (
         model_type="opt",
         architecture="OPTForCausalLM",
         read=read,
-        keys=written(NAMES)
+        keys=gpt_like.written(NAMES)
         | {
             "do_layer_norm_before": equals("block.kind", "pre_norm"),
             "_remove_final_layer_norm": removed_norm,

@@ -3,14 +3,8 @@
 import math
 from functools import partial
 
+from workhorse import nn
 from workhorse.models.preset import Preset
-from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.blocks import ParallelConfig
-from workhorse.nn.embedding import HeadConfig
-from workhorse.nn.feedforward import GatedMlpConfig
-from workhorse.nn.init import FanInInitConfig
-from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions.rope import RopeConfig
 
 
 def palm(
@@ -21,31 +15,31 @@ def palm(
     head_dim: int = 256,
     vocab_size: int = 256_000,
     max_seq_len: int = 2048,
-) -> DecoderConfig:
+) -> nn.DecoderConfig:
     """Build a PaLM config: parallel blocks, SwiGLU of width 4d, multi-query, no biases (§2).
 
     Embeddings start with deviation 1, so the tied head divides its logits by `sqrt(d_model)` (§5).
     """
-    norm = LayerNormConfig(eps=1e-6, bias=False)
-    block = ParallelConfig(
+    norm = nn.LayerNormConfig(eps=1e-6, bias=False)
+    block = nn.ParallelConfig(
         norm=norm,
-        attention=AttentionConfig(
+        attention=nn.AttentionConfig(
             n_heads=n_heads,
             n_kv_heads=1,
             head_dim=head_dim,
-            position=RopeConfig(theta=10_000.0),
+            position=nn.RopeConfig(theta=10_000.0),
         ),
-        feed_forward=GatedMlpConfig(d_ff=4 * d_model, activation="silu"),
+        feed_forward=nn.GatedMlpConfig(d_ff=4 * d_model, activation="silu"),
     )
-    return DecoderConfig(
+    return nn.DecoderConfig(
         vocab_size=vocab_size,
         d_model=d_model,
         n_layers=n_layers,
         max_seq_len=max_seq_len,
         blocks={"main": block},
         final_norm=norm,
-        head=HeadConfig(tied=True, multiplier=1 / math.sqrt(d_model)),
-        init=FanInInitConfig(embedding_std=1.0, residual="plain"),
+        head=nn.HeadConfig(tied=True, multiplier=1 / math.sqrt(d_model)),
+        init=nn.FanInInitConfig(embedding_std=1.0, residual="plain"),
     )
 
 

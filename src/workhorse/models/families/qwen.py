@@ -2,70 +2,55 @@
 
 from collections.abc import Sequence
 
+from workhorse import nn
+from workhorse.models.huggingface import llama_like, mixtures
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import (
-    FULL,
-    KEYS,
-    RULES,
-    SHORT_NAMES,
-    SLIDING,
-    activation,
-    attention,
-    decoder,
-    every,
-    gated_mlp,
-    layer_types,
-    rms_norm,
-    written_layer_types,
-    written_window,
-)
-from workhorse.models.huggingface.mixtures import EXPERT_RULES, of_dense, of_sparse
 from workhorse.models.huggingface.moves import instead, same
-from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.attention.self_attention import QKNormConfig
-from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
-from workhorse.nn.experts.mixture import MoEConfig
-from workhorse.nn.experts.router import RouterConfig
-from workhorse.nn.feedforward import GatedMlpConfig
 
 
-def read_qwen2(hf: Fields) -> DecoderConfig:
+def read_qwen2(hf: Fields) -> nn.DecoderConfig:
     """Read a Qwen2 config: LLaMA with biases on q, k and v, and windows in the upper layers."""
     hf.refuse("use_mrope", False, "a model of text does not need multimodal RoPE")
-    heads = attention(hf, n_kv_heads=hf.optional("num_key_value_heads", int, 32), qkv_bias=True)
-    return _windowed(hf, heads, _windows_above(hf), [gated_mlp(hf)] * _depth(hf))
+    heads = llama_like.attention(
+        hf, n_kv_heads=hf.optional("num_key_value_heads", int, 32), qkv_bias=True
+    )
+    return _windowed(hf, heads, _windows_above(hf), [llama_like.gated_mlp(hf)] * _depth(hf))
 
 
-def read_qwen3(hf: Fields) -> DecoderConfig:
+def read_qwen3(hf: Fields) -> nn.DecoderConfig:
     """Read a Qwen3 config: Qwen2 with norms on queries and keys instead of the biases."""
     heads = _normed_heads(hf, n_kv_heads=hf.optional("num_key_value_heads", int, 32), head_dim=128)
-    return _windowed(hf, heads, _windows_above(hf), [gated_mlp(hf)] * _depth(hf))
+    return _windowed(hf, heads, _windows_above(hf), [llama_like.gated_mlp(hf)] * _depth(hf))
 
 
-def read_qwen2_moe(hf: Fields) -> DecoderConfig:
+def read_qwen2_moe(hf: Fields) -> nn.DecoderConfig:
     """Read a Qwen2-MoE config: a mixture of experts with a gated shared expert.
 
     Windows, if enabled, are in every other layer.
     """
-    heads = attention(
+    heads = llama_like.attention(
         hf,
         n_kv_heads=hf.optional("num_key_value_heads", int, 16),
         qkv_bias=hf.get("qkv_bias", True),
     )
     limit = hf.get("max_window_layers", 28)
     limit = limit if hf.get("use_sliding_window", False) else 0
-    types = [SLIDING if n % 2 == 0 and n < limit else FULL for n in range(_depth(hf))]
+    types = [
+        llama_like.SLIDING if n % 2 == 0 and n < limit else llama_like.FULL
+        for n in range(_depth(hf))
+    ]
     mixture = _mixture(hf, n_experts=hf.get("num_experts", 60), top_k=4, d_ff=1408).replace(
-        shared=GatedMlpConfig(
-            d_ff=hf.get("shared_expert_intermediate_size", 5632), activation=activation(hf)
+        shared=nn.GatedMlpConfig(
+            d_ff=hf.get("shared_expert_intermediate_size", 5632),
+            activation=llama_like.activation(hf),
         ),
         shared_gate=True,
     )
     return _windowed(hf, heads, types, _sparse(hf, mixture, d_ff=5632))
 
 
-def read_qwen3_moe(hf: Fields) -> DecoderConfig:
+def read_qwen3_moe(hf: Fields) -> nn.DecoderConfig:
     """Read a Qwen3-MoE config: Qwen3 with a mixture of experts.
 
     A window, if enabled, is in every layer.
@@ -74,7 +59,7 @@ def read_qwen3_moe(hf: Fields) -> DecoderConfig:
     heads = _normed_heads(hf, n_kv_heads=hf.get("num_key_value_heads", 4), head_dim=None)
     n_experts = hf.get("num_experts", hf.get("num_local_experts", 128))
     mixture = _mixture(hf, n_experts=n_experts, top_k=8, d_ff=768)
-    kind = SLIDING if hf.get("use_sliding_window", False) else FULL
+    kind = llama_like.SLIDING if hf.get("use_sliding_window", False) else llama_like.FULL
     return _windowed(hf, heads, [kind] * _depth(hf), _sparse(hf, mixture, d_ff=6144))
 
 
@@ -82,13 +67,15 @@ def _depth(hf: Fields) -> int:
     return hf.need("num_hidden_layers", int)
 
 
-def _normed_heads(hf: Fields, *, n_kv_heads: int | None, head_dim: int | None) -> AttentionConfig:
+def _normed_heads(
+    hf: Fields, *, n_kv_heads: int | None, head_dim: int | None
+) -> nn.AttentionConfig:
     bias = hf.get("attention_bias", False)
-    return attention(
+    return llama_like.attention(
         hf,
         n_kv_heads=n_kv_heads,
         head_dim=hf.optional("head_dim", int, head_dim),
-        qk_norm=QKNormConfig(norm=rms_norm(hf)),
+        qk_norm=nn.QKNormConfig(norm=llama_like.rms_norm(hf)),
         qkv_bias=bias,
         out_bias=bias,
     )
@@ -100,7 +87,7 @@ def _windows_above(hf: Fields) -> list[str]:
     depth = _depth(hf)
     if not hf.get("use_sliding_window", False) or _window(hf) is None:
         first = depth
-    return [FULL if n < first else SLIDING for n in range(depth)]
+    return [llama_like.FULL if n < first else llama_like.SLIDING for n in range(depth)]
 
 
 def _window(hf: Fields) -> int | None:
@@ -109,10 +96,10 @@ def _window(hf: Fields) -> int | None:
 
 def _windowed(
     hf: Fields,
-    heads: AttentionConfig,
+    heads: nn.AttentionConfig,
     types: Sequence[str],
-    feed_forwards: Sequence[FeedForwardConfig],
-) -> DecoderConfig:
+    feed_forwards: Sequence[nn.FeedForwardConfig],
+) -> nn.DecoderConfig:
     """Read a decoder with layers that differ in window and feed-forward.
 
     Args:
@@ -121,47 +108,47 @@ def _windowed(
         types: layer types for a config that does not list them.
         feed_forwards: feed-forward of each layer.
     """
-    norm = rms_norm(hf)
+    norm = llama_like.rms_norm(hf)
     window = _window(hf)
     if not hf.get("use_sliding_window", False):
         window = None
-    types = [kind if window else FULL for kind in layer_types(hf, types)]
+    types = [kind if window else llama_like.FULL for kind in llama_like.layer_types(hf, types)]
     blocks = [
-        PreNormConfig(
+        nn.PreNormConfig(
             norm=norm,
-            attention=heads.replace(window=window if kind == SLIDING else None),
+            attention=heads.replace(window=window if kind == llama_like.SLIDING else None),
             feed_forward=feed_forward,
         )
         for kind, feed_forward in zip(types, feed_forwards, strict=True)
     ]
     names = [
-        SHORT_NAMES[kind] + ("_dense" if feed_forward.kind != "moe" else "")
+        llama_like.SHORT_NAMES[kind] + ("_dense" if feed_forward.kind != "moe" else "")
         for kind, feed_forward in zip(types, feed_forwards, strict=True)
     ]
-    return decoder(hf, blocks, norm, names=names)
+    return llama_like.decoder(hf, blocks, norm, names=names)
 
 
-def _mixture(hf: Fields, *, n_experts: int, top_k: int, d_ff: int) -> MoEConfig:
+def _mixture(hf: Fields, *, n_experts: int, top_k: int, d_ff: int) -> nn.MoEConfig:
     """Read the routed experts; `top_k` and `d_ff` are the family's defaults."""
-    return MoEConfig(
+    return nn.MoEConfig(
         n_experts=n_experts,
         top_k=hf.get("num_experts_per_tok", top_k),
         d_ff=hf.get("moe_intermediate_size", d_ff),
-        activation=activation(hf),
-        router=RouterConfig(normalize=hf.get("norm_topk_prob", False)),
+        activation=llama_like.activation(hf),
+        router=nn.RouterConfig(normalize=hf.get("norm_topk_prob", False)),
     )
 
 
-def _sparse(hf: Fields, mixture: MoEConfig, *, d_ff: int) -> list[FeedForwardConfig]:
+def _sparse(hf: Fields, mixture: nn.MoEConfig, *, d_ff: int) -> list[nn.FeedForwardConfig]:
     """Put a mixture in every `decoder_sparse_step`-th layer, except in `mlp_only_layers`.
 
     `d_ff` is the default width of the dense layers.
     """
-    dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", d_ff))
+    dense = llama_like.gated_mlp(hf, d_ff=hf.get("intermediate_size", d_ff))
     excepted = set(hf.sequence("mlp_only_layers", int) or ())
     return [
         mixture if last and n not in excepted else dense
-        for n, last in enumerate(every(hf, "decoder_sparse_step", 1))
+        for n, last in enumerate(llama_like.every(hf, "decoder_sparse_step", 1))
     ]
 
 
@@ -178,15 +165,15 @@ def uses_window(data: Data) -> bool:
 
 WINDOW_KEYS = {
     "use_sliding_window": uses_window,
-    "sliding_window": written_window,
-    "layer_types": written_layer_types,
+    "sliding_window": llama_like.written_window,
+    "layer_types": llama_like.written_layer_types,
 }
 MIXTURE_KEYS = {
-    "num_experts": of_sparse("n_experts"),
-    "num_experts_per_tok": of_sparse("top_k"),
-    "moe_intermediate_size": of_sparse("d_ff"),
-    "intermediate_size": of_dense("d_ff"),
-    "norm_topk_prob": of_sparse("router.normalize"),
+    "num_experts": mixtures.of_sparse("n_experts"),
+    "num_experts_per_tok": mixtures.of_sparse("top_k"),
+    "moe_intermediate_size": mixtures.of_sparse("d_ff"),
+    "intermediate_size": mixtures.of_dense("d_ff"),
+    "norm_topk_prob": mixtures.of_sparse("router.normalize"),
     "mlp_only_layers": dense_layers,
 }
 
@@ -197,30 +184,30 @@ HUGGING_FACE = (
         model_type="qwen2",
         architecture="Qwen2ForCausalLM",
         read=read_qwen2,
-        keys=KEYS | WINDOW_KEYS,
-        rules=RULES,
+        keys=llama_like.KEYS | WINDOW_KEYS,
+        rules=llama_like.RULES,
     ),
     Family(
         model_type="qwen3",
         architecture="Qwen3ForCausalLM",
         read=read_qwen3,
-        keys=KEYS | WINDOW_KEYS | {"attention_bias": "block.attention.qkv_bias"},
-        rules=RULES,
+        keys=llama_like.KEYS | WINDOW_KEYS | {"attention_bias": "block.attention.qkv_bias"},
+        rules=llama_like.RULES,
     ),
     Family(
         model_type="qwen2_moe",
         architecture="Qwen2MoeForCausalLM",
         read=read_qwen2_moe,
-        keys=KEYS
+        keys=llama_like.KEYS
         | WINDOW_KEYS
         | MIXTURE_KEYS
         | {
             "qkv_bias": "block.attention.qkv_bias",
-            "shared_expert_intermediate_size": of_sparse("shared.d_ff"),
+            "shared_expert_intermediate_size": mixtures.of_sparse("shared.d_ff"),
         },
         rules=instead(
             ROUTER,
-            *EXPERT_RULES,
+            *mixtures.EXPERT_RULES,
             *(
                 same(
                     f"layers.{{i}}.feed_forward.shared.{proj}",
@@ -229,20 +216,20 @@ HUGGING_FACE = (
                 for proj in ("gate_proj", "up_proj", "down_proj")
             ),
             same("layers.{i}.feed_forward.shared_gate", "model.layers.{i}.mlp.shared_expert_gate"),
-            base=RULES,
+            base=llama_like.RULES,
         ),
     ),
     Family(
         model_type="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         read=read_qwen3_moe,
-        keys=KEYS
+        keys=llama_like.KEYS
         | MIXTURE_KEYS
         | {
             "use_sliding_window": uses_window,
-            "sliding_window": written_window,
+            "sliding_window": llama_like.written_window,
             "attention_bias": "block.attention.qkv_bias",
         },
-        rules=instead(ROUTER, *EXPERT_RULES, base=RULES),
+        rules=instead(ROUTER, *mixtures.EXPERT_RULES, base=llama_like.RULES),
     ),
 )

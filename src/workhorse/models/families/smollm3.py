@@ -3,65 +3,52 @@
 Layers without positions: RoPE to NoRoPE and Back Again, 2501.18795.
 """
 
+from workhorse import nn
 from workhorse.config.base import ConfigError
+from workhorse.models.huggingface import llama_like
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import (
-    FULL,
-    KEYS,
-    RULES,
-    SLIDING,
-    attention,
-    decoder,
-    every,
-    gated_mlp,
-    layer_types,
-    rms_norm,
-    written_layer_types,
-    written_window,
-)
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.nn import DecoderConfig
-from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.positions.absolute import NoPositionConfig
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a SmolLM3 config: LLaMA with layers that differ in RoPE and window."""
     hf.ignore("max_window_layers")  # the layer types contain it
     turning = _turning(hf)
     window = hf.optional("sliding_window", int)
     windowed = hf.get("use_sliding_window", False) and window is not None
-    types = layer_types(hf, [SLIDING if windowed and not turns else FULL for turns in turning])
-    norm, rope = rms_norm(hf), read_rope(hf, theta=2e6)
+    types = llama_like.layer_types(
+        hf, [llama_like.SLIDING if windowed and not turns else llama_like.FULL for turns in turning]
+    )
+    norm, rope = llama_like.rms_norm(hf), read_rope(hf, theta=2e6)
     bias = hf.get("attention_bias", False)
 
-    def block(kind: str, turns: int) -> PreNormConfig:
-        return PreNormConfig(
+    def block(kind: str, turns: int) -> nn.PreNormConfig:
+        return nn.PreNormConfig(
             norm=norm,
-            attention=attention(
+            attention=llama_like.attention(
                 hf,
                 n_kv_heads=hf.optional("num_key_value_heads", int, 4),
-                position=rope if turns else NoPositionConfig(),
-                window=window if kind == SLIDING else None,
+                position=rope if turns else nn.NoPositionConfig(),
+                window=window if kind == llama_like.SLIDING else None,
                 qkv_bias=bias,
                 out_bias=bias,
             ),
-            feed_forward=gated_mlp(hf, bias=hf.get("mlp_bias", False)),
+            feed_forward=llama_like.gated_mlp(hf, bias=hf.get("mlp_bias", False)),
         )
 
     layers = list(zip(types, turning, strict=True))
     names = [
-        ("rope" if turns else "no_rope") + ("_local" if kind == SLIDING else "")
+        ("rope" if turns else "no_rope") + ("_local" if kind == llama_like.SLIDING else "")
         for kind, turns in layers
     ]
-    return decoder(hf, [block(*layer) for layer in layers], norm, names=names, tied=True)
+    return llama_like.decoder(hf, [block(*layer) for layer in layers], norm, names=names, tied=True)
 
 
 def _turning(hf: Fields) -> list[int]:
     """Read `no_rope_layers`: despite the name, 1 for layers with RoPE and 0 for the others."""
     given = hf.sequence("no_rope_layers", int)
-    without = every(hf, "no_rope_layer_interval", 4)
+    without = llama_like.every(hf, "no_rope_layer_interval", 4)
     if given is not None and len(given) != len(without):
         raise ConfigError(
             f"{hf.where}: no_rope_layers has length {len(given)} for {len(without)} layers; "
@@ -81,14 +68,16 @@ HUGGING_FACE = (
         architecture="SmolLM3ForCausalLM",
         read=read,
         keys={
-            **KEYS,
+            **llama_like.KEYS,
             "attention_bias": "block.attention.qkv_bias",
             "mlp_bias": "block.feed_forward.bias",
             "no_rope_layers": turning,
-            "use_sliding_window": lambda data: SLIDING in written_layer_types(data),
-            "sliding_window": written_window,
-            "layer_types": written_layer_types,
+            "use_sliding_window": lambda data: (
+                llama_like.SLIDING in llama_like.written_layer_types(data)
+            ),
+            "sliding_window": llama_like.written_window,
+            "layer_types": llama_like.written_layer_types,
         },
-        rules=RULES,
+        rules=llama_like.RULES,
     ),
 )

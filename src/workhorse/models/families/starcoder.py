@@ -1,24 +1,11 @@
 """StarCoder (Li et al., 2305.06161; type `gpt_bigcode`) and StarCoder 2 (2402.19173)."""
 
+from workhorse import nn
+from workhorse.models.huggingface import gpt_like, llama_like
 from workhorse.models.huggingface.family import Family, differs, equals
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.gpt_like import (
-    GPT_NAMES,
-    SUMMARY_KEYS,
-    attention,
-    d_ff_or_fourfold,
-    fused_qkv,
-    learned_positions,
-    mlp,
-    written,
-)
-from workhorse.models.huggingface.llama_like import RULES, decoder
 from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
-from workhorse.nn import DecoderConfig
-from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.embedding import EmbeddingConfig
-from workhorse.nn.norms import LayerNormConfig
 
 HOW_IT_IS_COMPUTED = (
     "attention_softmax_in_fp32",
@@ -34,17 +21,17 @@ HOW_IT_IS_COMPUTED = (
 )
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a StarCoder config: GPT-2 with one key-value head.
 
     If `multi_query` is false, each query head has its own key-value head.
     """
-    hf = hf.renamed(GPT_NAMES)
-    hf.ignore(*HOW_IT_IS_COMPUTED, *SUMMARY_KEYS)
-    norm = LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5))
-    block = PreNormConfig(
+    hf = hf.renamed(gpt_like.GPT_NAMES)
+    hf.ignore(*HOW_IT_IS_COMPUTED, *gpt_like.SUMMARY_KEYS)
+    norm = nn.LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5))
+    block = nn.PreNormConfig(
         norm=norm,
-        attention=attention(
+        attention=gpt_like.attention(
             hf,
             dropout=0.1,
             n_kv_heads=1 if hf.get("multi_query", True) else None,
@@ -52,13 +39,15 @@ def read(hf: Fields) -> DecoderConfig:
             qkv_bias=True,
             out_bias=True,
         ),
-        feed_forward=mlp(hf, "gelu_pytorch_tanh", d_ff=d_ff_or_fourfold(hf)),
+        feed_forward=gpt_like.mlp(hf, "gelu_pytorch_tanh", d_ff=gpt_like.d_ff_or_fourfold(hf)),
         dropout=hf.get("hidden_dropout", 0.1),
     )
-    return decoder(hf, block, norm, tied=True, embedding=learned_positions(hf, dropout=0.1))
+    return llama_like.decoder(
+        hf, block, norm, tied=True, embedding=gpt_like.learned_positions(hf, dropout=0.1)
+    )
 
 
-def read_starcoder2(hf: Fields) -> DecoderConfig:
+def read_starcoder2(hf: Fields) -> nn.DecoderConfig:
     """Read a StarCoder 2 config: RoPE, grouped queries, LayerNorm; all biases or none."""
     hf = hf.renamed({"hidden_dropout": "residual_dropout"})
     hf.ignore("activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon")
@@ -66,11 +55,11 @@ def read_starcoder2(hf: Fields) -> DecoderConfig:
     hf.refuse("mlp_type", "default", "transformers ignores it")
     hf.refuse("norm_type", "layer_norm", "transformers ignores it")
     hf.refuse("scale_attn_weights", True, "transformers ignores it")
-    norm = LayerNormConfig(eps=hf.get("norm_epsilon", 1e-5))
+    norm = nn.LayerNormConfig(eps=hf.get("norm_epsilon", 1e-5))
     bias = hf.get("use_bias", True)
-    block = PreNormConfig(
+    block = nn.PreNormConfig(
         norm=norm,
-        attention=attention(
+        attention=gpt_like.attention(
             hf,
             n_kv_heads=hf.get("num_key_value_heads", 2),
             head_dim=hf.optional("head_dim", int),
@@ -79,11 +68,11 @@ def read_starcoder2(hf: Fields) -> DecoderConfig:
             qkv_bias=bias,
             out_bias=bias,
         ),
-        feed_forward=mlp(hf, "gelu_pytorch_tanh", bias=bias),
+        feed_forward=gpt_like.mlp(hf, "gelu_pytorch_tanh", bias=bias),
         dropout=hf.get("hidden_dropout", 0.0),
     )
-    embedding = EmbeddingConfig(dropout=hf.get("embedding_dropout", 0.0))
-    return decoder(hf, block, norm, tied=True, embedding=embedding)
+    embedding = nn.EmbeddingConfig(dropout=hf.get("embedding_dropout", 0.0))
+    return llama_like.decoder(hf, block, norm, tied=True, embedding=embedding)
 
 
 LAYER = "transformer.h.{i}."
@@ -92,7 +81,7 @@ HUGGING_FACE = (
         model_type="gpt_bigcode",
         architecture="GPTBigCodeForCausalLM",
         read=read,
-        keys=written(GPT_NAMES)
+        keys=gpt_like.written(gpt_like.GPT_NAMES)
         | {
             "multi_query": equals("block.attention.n_kv_heads", 1),
             "scale_attn_weights": differs("block.attention.scale", 1.0),
@@ -101,7 +90,7 @@ HUGGING_FACE = (
         rules=(
             same("embedding.tokens", "transformer.wte"),
             same("embedding.positions.table", "transformer.wpe"),
-            fused_qkv(LAYER + "attn.c_attn"),
+            gpt_like.fused_qkv(LAYER + "attn.c_attn"),
             same("layers.{i}.attention.out_proj", LAYER + "attn.c_proj"),
             same("layers.{i}.feed_forward.up_proj", LAYER + "mlp.c_fc"),
             same("layers.{i}.feed_forward.down_proj", LAYER + "mlp.c_proj"),
@@ -116,7 +105,7 @@ HUGGING_FACE = (
         model_type="starcoder2",
         architecture="Starcoder2ForCausalLM",
         read=read_starcoder2,
-        keys=written()
+        keys=gpt_like.written()
         | ROPE_KEYS
         | {
             "num_key_value_heads": "block.attention.n_kv_heads",
@@ -128,7 +117,7 @@ HUGGING_FACE = (
         rules=instead(
             same("layers.{i}.feed_forward.up_proj", "model.layers.{i}.mlp.c_fc"),
             same("layers.{i}.feed_forward.down_proj", "model.layers.{i}.mlp.c_proj"),
-            base=RULES,
+            base=llama_like.RULES,
         ),
     ),
 )

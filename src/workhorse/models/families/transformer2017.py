@@ -3,14 +3,8 @@
 import math
 from functools import partial
 
+from workhorse import nn
 from workhorse.models.preset import Preset
-from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.blocks import PostNormConfig
-from workhorse.nn.embedding import EmbeddingConfig, HeadConfig
-from workhorse.nn.feedforward import MlpConfig
-from workhorse.nn.init import XavierInitConfig
-from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions.absolute import SinusoidalPositionConfig
 
 
 def transformer2017(
@@ -22,28 +16,28 @@ def transformer2017(
     dropout: float,
     vocab_size: int = 37000,
     max_seq_len: int = 256,
-) -> DecoderConfig:
+) -> nn.DecoderConfig:
     """Build a config of the 2017 decoder: post-norm, sinusoids, ReLU; no encoder.
 
     Dropout is on sub-layer outputs and on the sum of embedding and position, as in §5.4.
     """
-    block = PostNormConfig(
-        norm=LayerNormConfig(eps=1e-6),
-        attention=AttentionConfig(n_heads=n_heads),
-        feed_forward=MlpConfig(d_ff=d_ff, activation="relu", bias=True),
+    block = nn.PostNormConfig(
+        norm=nn.LayerNormConfig(eps=1e-6),
+        attention=nn.AttentionConfig(n_heads=n_heads),
+        feed_forward=nn.MlpConfig(d_ff=d_ff, activation="relu", bias=True),
         dropout=dropout,
     )
-    return DecoderConfig(
+    return nn.DecoderConfig(
         vocab_size=vocab_size,
         d_model=d_model,
         n_layers=n_layers,
         max_seq_len=max_seq_len,
-        embedding=EmbeddingConfig(
-            position=SinusoidalPositionConfig(), multiplier=math.sqrt(d_model), dropout=dropout
+        embedding=nn.EmbeddingConfig(
+            position=nn.SinusoidalPositionConfig(), multiplier=math.sqrt(d_model), dropout=dropout
         ),
         blocks={"main": block},
-        head=HeadConfig(tied=True),
-        init=XavierInitConfig(embedding_std=d_model**-0.5, residual="plain"),
+        head=nn.HeadConfig(tied=True),
+        init=nn.XavierInitConfig(embedding_std=d_model**-0.5, residual="plain"),
     )
 
 

@@ -1,13 +1,12 @@
 """XGLM: Few-shot Learning with Multilingual Language Models (Lin et al., 2112.10668)."""
 
+from workhorse import nn
 from workhorse.config.base import ConfigError
 from workhorse.models.families.biogpt import read_scaled, scale_embedding
 from workhorse.models.families.opt import FAIRSEQ_OFFSET, decoder_rules
+from workhorse.models.huggingface import gpt_like
 from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.gpt_like import written
-from workhorse.nn import DecoderConfig
-from workhorse.nn.positions.absolute import SinusoidalPositionConfig
 
 NAMES = {
     "hidden_size": "d_model",
@@ -20,7 +19,7 @@ NAMES = {
 }
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read an XGLM config: GPT-2 with sinusoidal positions, all sines before all cosines.
 
     Raises:
@@ -36,7 +35,7 @@ def read(hf: Fields) -> DecoderConfig:
             f"{hf.where}: pad_token_id must be below {FAIRSEQ_OFFSET} in XGLM, because its "
             "positions start there; remove it"
         )
-    waves = SinusoidalPositionConfig(
+    waves = nn.SinusoidalPositionConfig(
         layout="halves", spacing="half_minus_one", offset=FAIRSEQ_OFFSET
     )
     return read_scaled(hf, waves)
@@ -47,7 +46,7 @@ HUGGING_FACE = (
         model_type="xglm",
         architecture="XGLMForCausalLM",
         read=read,
-        keys=written(NAMES) | {"scale_embedding": scale_embedding},
+        keys=gpt_like.written(NAMES) | {"scale_embedding": scale_embedding},
         rules=decoder_rules("model."),
         ignored=(r".*\.embed_positions\.weights",),
     ),

@@ -1,35 +1,24 @@
 """Youtu-LLM (2512.24618)."""
 
+from workhorse import nn
+from workhorse.models.huggingface import llama_like
 from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.llama_like import (
-    KEYS,
-    LATENT_KEYS,
-    LATENT_RULES,
-    PAIRING_KEYS,
-    RULES,
-    decoder,
-    gated_mlp,
-    latent_attention,
-    rms_norm,
-)
 from workhorse.models.huggingface.moves import instead
-from workhorse.nn import DecoderConfig
-from workhorse.nn.blocks import PreNormConfig
 
 
-def read(hf: Fields) -> DecoderConfig:
+def read(hf: Fields) -> nn.DecoderConfig:
     """Read a Youtu-LLM config: DeepSeek-V3's attention in a dense model."""
     hf.ignore("embedding_initializer_range")
     hf.refuse("mlp_bias", False, "Youtu-LLM in transformers has no feed-forward biases")
-    norm = rms_norm(hf)
+    norm = llama_like.rms_norm(hf)
     neighbours = hf.optional("rope_interleave", bool, True) or False
-    block = PreNormConfig(
+    block = nn.PreNormConfig(
         norm=norm,
-        attention=latent_attention(hf, neighbours=neighbours),
-        feed_forward=gated_mlp(hf),
+        attention=llama_like.latent_attention(hf, neighbours=neighbours),
+        feed_forward=llama_like.gated_mlp(hf),
     )
-    return decoder(hf, block, norm, tied=True)
+    return llama_like.decoder(hf, block, norm, tied=True)
 
 
 HUGGING_FACE = (
@@ -37,7 +26,7 @@ HUGGING_FACE = (
         model_type="youtu",
         architecture="YoutuForCausalLM",
         read=read,
-        keys=KEYS | LATENT_KEYS | PAIRING_KEYS,
-        rules=instead(*LATENT_RULES, base=RULES),
+        keys=llama_like.KEYS | llama_like.LATENT_KEYS | llama_like.PAIRING_KEYS,
+        rules=instead(*llama_like.LATENT_RULES, base=llama_like.RULES),
     ),
 )

@@ -74,11 +74,7 @@ def run_trial(
 
 
 def _check_validated(run: RunDirectory, step: int) -> None:
-    """Check that the metrics of a finished run have a start and a validation after the last step.
-
-    Raises:
-        WorkhorseError: the event `start` or the last event `validation` is missing.
-    """
+    """Check that a finished run's metrics have a start and a validation after the last step."""
     events = read_metrics(run.metrics_file)
     ended = any(event["kind"] == "validation" and event["step"] == step for event in events)
     if not ended or not any(event["kind"] == "start" for event in events):
@@ -133,9 +129,6 @@ def _wait_until_free(out: Path) -> None:
     """Wait until no other process uses a run directory.
 
     A process of a killed study may still be saving a checkpoint there.
-
-    Raises:
-        WorkhorseError: the directory is still locked after `PATIENCE` seconds.
     """
     until = time.monotonic() + PATIENCE
     while out.is_dir():

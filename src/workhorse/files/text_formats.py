@@ -406,10 +406,6 @@ def _weigh(node: yaml.Node, weights: dict[int, int]) -> int:
         node: the node.
         weights: counts of values in visited nodes, by `id` of the node; 0 while a node is being
             counted.
-
-    Raises:
-        yaml.MarkedYAMLError: there are too many values, a node contains itself, or a node is not
-            plain data.
     """
     key = id(node)
     if key in weights:

@@ -141,9 +141,6 @@ def _copy_weights(
         places: returns the tensors of the decoder that the weights are copied to.
         whole: config of the whole decoder.
         new: ids of the tokens that the model `init` does not have; see `with_rows`.
-
-    Raises:
-        WorkhorseError: the weights do not fit; the message has the settings that differ.
     """
     rows = max(whole.vocab_size, config.vocab_size)
     config = config.replace(vocab_size=rows)

@@ -128,11 +128,7 @@ class Saver:
 
     @contextmanager
     def _by_all(self) -> Generator[None]:
-        """Context manager that raises an error on every rank if its body fails on any rank.
-
-        Raises:
-            WorkhorseError: the body failed on this rank or on another.
-        """
+        """Context manager that raises an error on every rank if its body fails on any rank."""
         failure: Exception | None = None
         try:
             yield

@@ -178,9 +178,6 @@ def _their_name(name: str, architecture: Architecture) -> tuple[int | None, str,
     Returns:
         The layer index or None, llama.cpp's name in that layer, `weight` or `bias`, and the head
         index of a norm with one weight per head, else None.
-
-    Raises:
-        WorkhorseError: the architecture has no tensor for the weight.
     """
     layer, inner, names = None, name, TOP_NAMES
     if found := re.fullmatch(r"layers\.(\d+)\.(.+)", name):

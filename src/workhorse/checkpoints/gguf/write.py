@@ -289,11 +289,7 @@ def _larger(plans: list[TensorPlan], kinds: list[str], dtype: GgufType) -> list[
 
 
 def _encoded(plan: TensorPlan, kind: Any, of: str) -> np.ndarray:
-    """Compute a tensor of a model or adapter and encode it in a GGUF type.
-
-    Raises:
-        WorkhorseError: a value is infinite or NaN, or does not fit into the type.
-    """
+    """Compute a tensor of a model or adapter and encode it in a GGUF type."""
     tensor = plan.make().contiguous()
     assert tensor.shape == plan.shape, plan.name
     check_numbers(plan.name, tensor, of)

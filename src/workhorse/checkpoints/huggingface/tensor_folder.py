@@ -261,11 +261,7 @@ def _write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:
 
 
 def _written(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a tensor to the dtype and layout of the file.
-
-    Raises:
-        WorkhorseError: it contains infinite values or NaN, or values outside the dtype's range.
-    """
+    """Convert a tensor to the dtype and layout of the file."""
     check_numbers(name, tensor)
     written = tensor.to("cpu", dtype).contiguous()
     narrower = dtype == torch.float16 and tensor.dtype != dtype
@@ -438,11 +434,7 @@ def _without_tied_head(
     shapes: Mapping[str, Shape],
     source: Renamed,
 ) -> list[str]:
-    """Remove the head from `rest`: old files store it even if it is tied to the embedding.
-
-    Raises:
-        WorkhorseError: the stored head differs from the embedding.
-    """
+    """Remove the head from `rest`: old files store it even if it is tied to the embedding."""
     embedding = _their_name(family, EMBEDDING, shapes, config)
     head = _their_name(family, HEAD, {HEAD: shapes[EMBEDDING]}, config)
     if head not in rest:

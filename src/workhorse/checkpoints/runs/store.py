@@ -267,10 +267,6 @@ class CheckpointStore:
 
         A running training removes old checkpoints. If a checkpoint is removed while it is being
         read, the checkpoints are listed again, because there is a newer one.
-
-        Raises:
-            WorkhorseError: checkpoints were removed in each of `LOOKS` attempts, or `read` failed
-                for another reason than damage.
         """
         for _ in range(LOOKS):
             skipped: list[str] = []

@@ -130,11 +130,7 @@ def _kv_heads(hf: Fields) -> int | None:
 
 
 def _norms(hf: Fields) -> Literal[1, 2] | None:
-    """Read the number of norms in a parallel block; None if the sub-layers are sequential.
-
-    Raises:
-        ConfigError: the keys contradict each other; transformers cannot run such a model either.
-    """
+    """Read the number of norms in a parallel block; None if the sub-layers are sequential."""
     given = hf.optional("num_ln_in_parallel_attn", int)
     parallel = hf.get("parallel_attn", True)
     new = hf.get("new_decoder_architecture", False)

@@ -45,11 +45,7 @@ def read(hf: Fields) -> nn.DecoderConfig:
 
 
 def _kinds(hf: Fields) -> list[str]:
-    """Read the kind of each layer's attention: `global` or `local` (with a window).
-
-    Raises:
-        ConfigError: the config does not give one of the two for each layer.
-    """
+    """Read the kind of each layer's attention: `global` or `local` (with a window)."""
     hf.ignore("attention_types")
     n_layers = hf.need("num_hidden_layers", int)
     kinds = hf.sequence("attention_layers", str)

@@ -150,11 +150,7 @@ def _rotation(hf: Fields) -> nn.RopeConfig:
 
 
 def _chosen(hf: Fields) -> list[int]:
-    """Read the number of chosen experts in each layer. The key has one value, or one per layer.
-
-    Raises:
-        ConfigError: the list has another length than the layers.
-    """
+    """Read the number of chosen experts in each layer. The key has one value, or one per layer."""
     depth = hf.need("num_hidden_layers", int)
     if not isinstance(hf.values.get("moe_topk"), list):
         return [hf.get("moe_topk", 1)] * depth

@@ -128,11 +128,7 @@ def read(hf: Fields) -> nn.DecoderConfig:
 
 
 def _attention_options(hf: Fields) -> Fields:
-    """Read `attn_config`.
-
-    Raises:
-        ConfigError: an option is unsupported or unknown.
-    """
+    """Read `attn_config`."""
     options = hf.section("attn_config") or Fields({})
     for key, (allowed, reason) in ATTENTION_OPTIONS.items():
         options.refuse(key, allowed, reason)

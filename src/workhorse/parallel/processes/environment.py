@@ -125,11 +125,7 @@ def end_with_agent() -> None:
 
 
 def _number(name: str, otherwise: int) -> int:
-    """Integer value of an environment variable; `otherwise` if it is not set.
-
-    Raises:
-        WorkhorseError: the value is not a number of at most nine digits.
-    """
+    """Integer value of an environment variable; `otherwise` if it is not set."""
     value = os.environ.get(name, str(otherwise))
     if not re.fullmatch(r"[0-9]{1,9}", value):
         raise WorkhorseError(

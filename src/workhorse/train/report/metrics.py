@@ -124,11 +124,7 @@ def read_metrics(path: Path) -> list[Event]:
 
 
 def _events(path: Path) -> list[tuple[str, Event]]:
-    """Return each complete line with its event; an incomplete last line is skipped.
-
-    Raises:
-        WorkhorseError: the file cannot be read, or was not written by a run.
-    """
+    """Return each complete line with its event; an incomplete last line is skipped."""
     if not path.exists():
         return []
     found = []

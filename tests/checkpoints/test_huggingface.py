@@ -11,9 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.parity import reference
-from tests.parity.cases import axk1
-from tests.parity.cases.glm import CASES
-from tests.parity.cases.llama import GROUPED
+from tests.parity.all_cases import ALL, GROUPED
 from tests.parity.reference import TOKENS, VOCAB, quiet, randomised
 from workhorse.checkpoints.huggingface.export import write_huggingface
 from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
@@ -389,7 +387,7 @@ def test_weights_keep_their_type_and_bytes(dtype: torch.dtype, tmp_path: Path) -
 
 
 def test_a_routers_bias_for_the_choice_is_float32_in_any_model(tmp_path: Path) -> None:
-    options = CASES["glm4_moe"][0]
+    options = ALL["glm4_moe"][0]
     with quiet():
         config = hf.Glm4MoeConfig(vocab_size=VOCAB, **TOKENS, **options)
         randomised(hf.Glm4MoeForCausalLM(config)).save_pretrained(tmp_path / "m")
@@ -449,7 +447,7 @@ def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
 
 
 def test_published_files_of_axk1_lack_a_bias_and_have_an_idle_norm(tmp_path: Path) -> None:
-    reference.make("axk1", axk1.CASES["axk1"][0], tmp_path)
+    reference.make("axk1", ALL["axk1"][0], tmp_path)
     bias = {f"model.layers.{n}.mlp.gate.e_score_correction_bias": torch.zeros(8) for n in (1, 2)}
     change_tensors(tmp_path, lambda tensors: tensors | bias)
     expected = logits(tmp_path)

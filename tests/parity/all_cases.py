@@ -1,9 +1,10 @@
-"""The cases of every model type, gathered from `cases/`."""
+"""The small shapes of every model type in `cases.yaml`."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
-ALL: dict[str, list[dict[str, Any]]] = {}
-for _path in sorted(Path(__file__).with_name("cases").glob("*.py")):
-    ALL |= importlib.import_module(f"tests.parity.cases.{_path.stem}").CASES
+import yaml
+
+_DATA = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
+_SMALL, GROUPED, LONG, *_ = _DATA["shapes"]
+ALL: dict[str, list[dict[str, Any]]] = _DATA["cases"]

@@ -26,7 +26,7 @@ HEADING = """\
 
 `make families` compares every model type that Workhorse reads and writes with Hugging Face
 transformers {version}, on small random weights in float32 (PyTorch {torch}, CPU). The tests run
-the same checks (`tests/parity/`) on the same shapes (`tests/parity/cases/`).
+the same checks (`tests/parity/`) on the same shapes (`tests/parity/cases.yaml`).
 
 - **logits, cached, ragged**: the largest difference from transformers' logits, relative to their
   scale, over all shapes. `logits`: whole sequences. `cached`: uneven chunks through our cache.

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.parity import reference
-from tests.parity.all_cases import ALL
-from tests.parity.cases.llama import GROUPED, LONG
+from tests.parity.all_cases import ALL, GROUPED, LONG
 from workhorse.models.huggingface import MODEL_TYPES, family
 
 BOUND = 1e-5

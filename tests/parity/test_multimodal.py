@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as hf
 
-from tests.parity.cases.llama import GROUPED
+from tests.parity.all_cases import GROUPED
 from tests.parity.reference import TOKENS, VOCAB, quiet, randomised, relative
 from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 

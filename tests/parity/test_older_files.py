@@ -4,7 +4,6 @@ Missing keys and keys with older names must have the same meaning as in transfor
 must be read.
 """
 
-import importlib
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import reduce
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+import yaml
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -27,9 +27,8 @@ from workhorse.models.huggingface.family import compare_plain, plain
 from workhorse.models.huggingface.fields import ALIASES, OLDER, SILENT, with_own_names
 from workhorse.models.huggingface.rotation import BESIDE, conflicting_settings
 
-FILES: dict[str, dict[str, Any]] = {}
-for _path in sorted(Path(__file__).with_name("older").glob("*.py")):
-    FILES |= importlib.import_module(f"tests.parity.older.{_path.stem}").FILES
+_TEXT = Path(__file__).with_name("older.yaml").read_text(encoding="utf-8")
+FILES: dict[str, dict[str, Any]] = yaml.safe_load(_TEXT)["files"]
 READ_ONLY = {"mpt-7b-storywriter"}
 """Files with settings that transformers ignores: ALiBi's slopes in MPT."""
 

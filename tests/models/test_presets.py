@@ -45,6 +45,7 @@ CONTRADICTIONS = {
     "smollm2-360m": "360M",
     "palm-540b": "540.35B",
     "mpt-7b": "6.7B",
+    "mpt-7b-storywriter": "6.7B",
     "mpt-30b": "29.95B",
     "pythia-160m": "160M",
     "pythia-410m": "410M",

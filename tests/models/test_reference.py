@@ -112,6 +112,17 @@ RELEASED: dict[str, tuple[type[nn.Module], Any]] = {
     ),
     "gemma-7b": (GemmaForCausalLM, GemmaConfig()),
     "mpt-7b": (MptForCausalLM, MptConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50432)),
+    "mpt-7b-storywriter": (
+        MptForCausalLM,
+        MptConfig(
+            d_model=4096,
+            n_heads=32,
+            n_layers=32,
+            vocab_size=50432,
+            max_seq_len=65536,
+            attn_config={"alibi_bias_max": 16, "clip_qkv": 6.0},
+        ),
+    ),
     "mpt-30b": (
         MptForCausalLM,
         MptConfig(d_model=7168, n_heads=64, n_layers=48, vocab_size=50432, max_seq_len=8192),

@@ -44,7 +44,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "falcon": ("falcon-7b", "falcon-40b", "falcon-180b"),
     "gemma": ("gemma-2b", "gemma-7b"),
     "palm": ("palm-8b", "palm-62b", "palm-540b"),
-    "mpt": ("mpt-7b", "mpt-30b"),
+    "mpt": ("mpt-7b", "mpt-7b-storywriter", "mpt-30b"),
 }
 """Names of the presets in `PRESETS` of each module `workhorse.models.families.<family>`."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -21,12 +21,16 @@ def mpt(
     n_heads: int,
     vocab_size: int = 50432,
     max_seq_len: int = 2048,
+    max_bias: float = 8.0,
+    clip: float | None = None,
 ) -> nn.DecoderConfig:
     """Build an MPT config: GPT-2's block with ALiBi, no biases, and LayerNorm in low precision."""
     norm = nn.LayerNormConfig(eps=1e-5, bias=False, precision="low")
     block = nn.PreNormConfig(
         norm=norm,
-        attention=nn.AttentionConfig(n_heads=n_heads, position=nn.AlibiConfig(max_bias=8.0)),
+        attention=nn.AttentionConfig(
+            n_heads=n_heads, position=nn.AlibiConfig(max_bias=max_bias), clip=clip
+        ),
         feed_forward=nn.MlpConfig(d_ff=4 * d_model, activation="gelu"),
     )
     return nn.DecoderConfig(
@@ -42,6 +46,7 @@ def mpt(
 
 
 SOURCE = "the released model card and config.json"
+CARD = "The card prints 6.7B; the released model has 6.65B."
 PADDED = (
     "The tokenizer has 50,277 tokens; the embedding is padded to 50,432, which is counted.",
     "The released configs do not clip q, k or v (an early one of the 30B chat model clips at 6).",
@@ -55,7 +60,16 @@ PRESETS = (
         exactness="released",
         printed="6.7B",
         source=SOURCE,
-        notes=("The card prints 6.7B; the released model has 6.65B.", *PADDED),
+        notes=(CARD, *PADDED),
+    ),
+    Preset(
+        "mpt-7b-storywriter",
+        partial(mpt, d_model=4096, n_layers=32, n_heads=32, max_seq_len=65536, max_bias=16, clip=6),
+        parameters=6_649_286_656,
+        exactness="released",
+        printed="6.7B",
+        source=SOURCE,
+        notes=(CARD, PADDED[0], "transformers uses ALiBi's maximum bias of 8, not the file's 16."),
     ),
     Preset(
         "mpt-30b",

@@ -12,6 +12,7 @@ from workhorse.nn.blocks import (
     SandwichNormConfig,
     WiringConfig,
 )
+from workhorse.nn.embedding import HeadConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.feedforward import ClampedGatedMlpConfig, GatedMlpConfig, MlpConfig
 from workhorse.nn.norms import NormConfig
@@ -19,7 +20,7 @@ from workhorse.nn.norms import NormConfig
 WIRINGS: dict[type[WiringConfig], str] = {
     PreNormConfig: "pre-norm",
     PostNormConfig: "post-norm",
-    ReorderedNormConfig: "norm after each sub-layer",
+    ReorderedNormConfig: "reordered norm (after each sub-layer)",
     SandwichNormConfig: "sandwich norm",
     ParallelConfig: "parallel sub-layers",
 }
@@ -28,6 +29,7 @@ NORMS = {"none": "no norm", "rms_norm": "RMSNorm", "layer_norm": "LayerNorm"}
 GATED = {"silu": "SwiGLU", "gelu": "GeGLU", "gelu_tanh": "GeGLU", "relu": "ReGLU", "sigmoid": "GLU"}
 """Names of gated feed-forwards by their activation (2002.05202)."""
 ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu": "ReLU", "relu2": "ReLU²"}
+PAPERS_BOUND = 8  # ALiBi's smallest slope is 2^-8 in its paper (2108.12409 §3)
 POSITIONS = {
     "none": "",
     "learned": "learned",
@@ -62,7 +64,7 @@ def design(config: DecoderConfig) -> dict[str, str]:
     kind = config.embedding.position.kind
     embedded = POSITIONS.get(kind, kind)
     return {
-        "wiring": of(lambda block: WIRINGS.get(type(block), type(block).__name__)),
+        "wiring": of(_wiring),
         "norm": of(lambda block: _norm(block.norm)) + after_embedding,
         "positions": ", ".join(filter(None, (embedded, of(_position)))),
         "attention": of(_attention),
@@ -70,7 +72,7 @@ def design(config: DecoderConfig) -> dict[str, str]:
         "scores": of(_scores),
         "feed_forward": of(_feed_forward),
         "biases": of(_biases),
-        "head": "tied" if config.head.tied else "untied",
+        "head": _head(config.head),
     }
 
 
@@ -79,8 +81,18 @@ def in_one_line(config: DecoderConfig) -> str:
     found = design(config)
     found["positions"] = f"positions: {found['positions'] or 'none'}"
     found["biases"] = f"biases: {found['biases'] or 'none'}"
-    found["head"] = f"{found['head']} head"
+    found["head"] = f"head: {found['head']}"
     return "; ".join(filter(None, found.values()))
+
+
+def _wiring(block: WiringConfig) -> str:
+    norms = {1: ", one norm", 2: ", two norms"}.get(getattr(block, "norms", 0), "")
+    return WIRINGS.get(type(block), type(block).__name__) + norms
+
+
+def _head(head: HeadConfig) -> str:
+    has = {"with a bias": head.bias, f"soft-cap {head.cap or 0:g}": head.cap}
+    return ", ".join(["tied" if head.tied else "untied", *(name for name in has if has[name])])
 
 
 def _norm(norm: NormConfig) -> str:
@@ -97,7 +109,10 @@ def _position(block: WiringConfig) -> str:
     kind = block.attention.position.kind
     rope = block.rope
     if rope is None:
-        return POSITIONS.get(kind, kind)
+        bound = getattr(block.attention.position, "max_bias", PAPERS_BOUND)
+        return POSITIONS.get(kind, kind) + (
+            "" if bound == PAPERS_BOUND else f" (maximum bias {bound:g})"
+        )
     part = "" if rope.fraction == 1 else f" on {rope.fraction:.0%} of a head"
     scaling = "" if rope.scaling is None else f", {rope.scaling.kind} scaling"
     return f"{POSITIONS[kind]}{part} (theta {rope.theta:,.0f}{scaling})"
@@ -107,10 +122,11 @@ def _attention(block: WiringConfig) -> str:
     n_heads = block.attention.n_heads
     n_kv_heads = block.attention.n_kv_heads or n_heads
     if block.grouped is None:
-        return "latent"
+        return "MLA (latent)"
     if n_kv_heads == n_heads:
-        return "multi-head"
-    return "multi-query" if n_kv_heads == 1 else f"grouped-query ({n_kv_heads} for {n_heads})"
+        return "MHA (multi-head)"
+    grouped = f"GQA (grouped-query, {n_kv_heads} for {n_heads})"
+    return "MQA (multi-query)" if n_kv_heads == 1 else grouped
 
 
 def reach(block: WiringConfig) -> str:
@@ -127,8 +143,8 @@ def _scores(block: WiringConfig) -> str:
         return ""
     has = {
         "query-key norm": grouped.qk_norm,
-        f"clip {grouped.clip}": grouped.clip,
-        f"soft-cap {grouped.softcap}": grouped.softcap,
+        f"clip {grouped.clip or 0:g}": grouped.clip,
+        f"soft-cap {grouped.softcap or 0:g}": grouped.softcap,
         "sinks": grouped.sinks,
     }
     return " and ".join(name for name, there in has.items() if there)
@@ -140,10 +156,10 @@ def _feed_forward(block: WiringConfig) -> str:
             return ACTIVATIONS.get(name, name)
         case GatedMlpConfig(activation=name):
             return _gated(name)
-        case MoEConfig(clamped=None, activation=name) as mixture:
-            return f"{_gated(name)}, {mixture.top_k} of {mixture.n_experts} experts"
-        case MoEConfig() as mixture:
-            return f"clamped SwiGLU, {mixture.top_k} of {mixture.n_experts} experts"
+        case MoEConfig(clamped=clamped, activation=name, shared=shared) as mixture:
+            kind = "clamped SwiGLU" if clamped else _gated(name)
+            beside = f" and {shared.d_ff // mixture.d_ff} shared" if shared else ""
+            return f"{mixture.top_k} of {mixture.n_experts} {kind} experts{beside}"
         case ClampedGatedMlpConfig():
             return "clamped SwiGLU"
 

@@ -159,6 +159,7 @@ endif
 
 reference: $(INSTALLED)
 	$(WORKHORSE) recipe --markdown > docs/recipe.md
+	.venv/bin/python -m tests.models.systems_page
 	@echo "A new or changed option also needs a line in CHANGELOG.md"
 
 families: $(FOR_TESTS)

@@ -188,3 +188,25 @@ def test_a_recipe_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path
         "mine.yaml is a recipe, not a model; train it with workhorse train"
         in capsys.readouterr().err
     )
+
+
+def test_table_of_systems(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, "table").splitlines()
+    assert max(map(len, lines)) <= 90
+    assert lines[0].split() == ["name", "parameters", "wiring", "norm", "positions", "attention"]
+    (llama,) = (line for line in lines if line.startswith("Llama 2 "))
+    assert llama.split()[2:] == ["6.74B–69.0B", "pre-norm", "RMSNorm", "RoPE", "MHA,", "GQA"]
+    (gpt4,) = (line for line in lines if line.startswith("GPT-4 "))
+    assert gpt4.split()[1:] == ["—"] * 5
+
+
+def test_table_of_one_system_has_all_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(capsys, "table", "mpt-7b-storywriter")
+    assert "positions     ALiBi (maximum bias 16)\n" in shown
+    assert "context       65,536\n" in shown
+    assert max(map(len, shown.splitlines())) <= 96
+    (found,) = json.loads(printed(capsys, "table", "storywriter", "--json"))["systems"]
+    assert found["presets"] == ["mpt-7b-storywriter"]
+    assert found["scores"] == "clip 6"
+    assert main(["models", "table", "gpt-5"]) == 2
+    assert "no system is named 'gpt-5'" in capsys.readouterr().err

@@ -1,6 +1,8 @@
-"""`workhorse models`: list the presets, or show a model's config and size."""
+"""`workhorse models`: list the presets, show a model, or the table of the literature's systems."""
 
+import re
 import sys
+import textwrap
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any
@@ -11,6 +13,7 @@ from workhorse.cli.loading import json_option
 from workhorse.cli.output import aligned, print_result, warn
 
 Rows = list[dict[str, Any]]
+TABLE = ("name", "parameters", "wiring", "norm", "positions", "attention")
 COLUMNS = ("name", "params", "layers", "d_model", "heads", "d_ff", "vocab", "length")
 
 
@@ -57,6 +60,37 @@ def show_model(model: str, as_json: bool) -> None:
         print_result(found, as_json, text="")
     else:
         click.echo(page(found), nl=False)
+
+
+@command.command("table")
+@click.argument("name", default="")
+@json_option
+def table(name: str, as_json: bool) -> None:
+    """Show the systems of the literature, by year: wiring, norm, positions and heads.
+
+    NAME is a system, a preset or a part of their names. A single system is shown in full.
+    """
+    from workhorse.models.systems import find_systems, row
+
+    rows = [row(system) for system in find_systems(name)]
+    if len(rows) == 1:
+        text = "\n".join(_entry(key, value or "none") for key, value in rows[0].items())
+    else:
+        cells = [TABLE, *([_brief(found.get(key, "—")) for key in TABLE] for found in rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        text = "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+    print_result({"systems": rows}, as_json, text)
+
+
+def _entry(key: str, value: Any) -> str:
+    text = ", ".join(value) if isinstance(value, list) else str(value)
+    return textwrap.fill(text, 96, initial_indent=f"{key:<14}", subsequent_indent=" " * 14)
+
+
+def _brief(text: str) -> str:
+    """Shorten a description to its kinds, without numbers: "multi-head, grouped-query"."""
+    parts = (part.rpartition(": ")[2] for part in text.split("; "))
+    return ", ".join(dict.fromkeys(re.split(r", | \(| on | without ", part)[0] for part in parts))
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -128,14 +128,14 @@ def test_07_the_feed_forward_is_as_wide_as_the_config_says(expansion: int) -> No
 
 
 @KERNELS
-@pytest.mark.parametrize("pieces", [[1] * 20, [5, 1, 1, 6, 3, 4]])
+@pytest.mark.parametrize("pieces", [[1] * 80, [5, 1, 1, 33, 36, 4]])
 @torch.no_grad()
 def test_08_a_cache_filled_past_the_window_shows_what_training_showed(
     kernel: str, pieces: list[int]
 ) -> None:
     decoder = make(config({"window": 3}), kernel)
-    tokens = random_tokens(decoder.config, 2, 20)
-    full, cache, start = decoder(tokens), decoder.new_cache(2, 20), 0
+    tokens = random_tokens(decoder.config, 2, 80)
+    full, cache, start = decoder(tokens), decoder.new_cache(2, 80), 0
     for length in pieces:
         logits = decoder(tokens[:, start : start + length], cache=cache)
         start += length

@@ -10,7 +10,7 @@ import torch
 
 from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
-from workhorse.nn import Cache, Context, DecoderConfig
+from workhorse.nn import Context, DecoderConfig
 
 BLOCK = {
     "kind": "pre_norm",
@@ -209,14 +209,6 @@ def test_no_tokens() -> None:
         decoder(torch.zeros(1, 0, dtype=torch.int64))
 
 
-@pytest.mark.parametrize(("rows", "capacity"), [(0, 4), (1, 0)])
-def test_an_empty_cache(rows: int, capacity: int) -> None:
-    with pytest.raises(
-        WorkhorseError, match=rf"^a cache of {rows} rows × {capacity} tokens is empty; enlarge it$"
-    ):
-        Cache(rows, capacity, torch.device("cpu"))
-
-
 def test_a_cache_of_another_batch() -> None:
     decoder = DecoderConfig.from_dict(DATA).build()
     cache = decoder.new_cache(2, 8)
@@ -236,7 +228,7 @@ def test_attention_without_causality_has_no_cache() -> None:
 
 
 def test_a_context_without_tokens_leaves_the_cache_alone() -> None:
-    cache = Cache(1, 4, torch.device("cpu"))
+    cache = DecoderConfig.from_dict(DATA).build().new_cache(1, 4)
     with pytest.raises(WorkhorseError, match="there are no tokens"):
         Context(1, 0, torch.device("cpu"), cache=cache)
     assert cache.length == 0
@@ -290,17 +282,20 @@ def test_what_is_no_tensor_of_tokens(tokens: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["batch", "capacity", "slack"])
-@pytest.mark.parametrize("size", [1.5, "4", None, -1])
+@pytest.mark.parametrize("size", [1.5, "4", None, -1, True])
 def test_sizes_of_a_cache_are_whole_numbers(name: str, size: Any) -> None:
     decoder = DecoderConfig.from_dict(DATA).build()
-    with pytest.raises(WorkhorseError, match=rf"^{name}=.* is not a whole number; give 0 or more$"):
+    message = rf"^{name}=.* is not a whole number above 0; give 1 or more$"
+    if name == "slack":
+        message = r"^slack=.* is not a whole number; give 0 or more$"
+    with pytest.raises(WorkhorseError, match=message):
         decoder.new_cache(**{"batch": 1, "capacity": 4, name: size})
 
 
 @pytest.mark.parametrize("capacity", [10**15, 10**30])
 def test_a_cache_that_no_memory_holds(capacity: int) -> None:
     decoder = DecoderConfig.from_dict(DATA).build()
-    message = rf"^a cache of 1 rows × {capacity} tokens does not fit into memory; make it smaller$"
+    message = rf"^a cache of {capacity} tokens does not fit into memory; make it smaller$"
     with pytest.raises(WorkhorseError, match=message):
         decoder.new_cache(1, capacity)
 
@@ -317,9 +312,12 @@ def test_tokens_that_the_vocabulary_lacks(token: int) -> None:
     [
         (
             lambda decoder, tokens: decoder.new_cache(True, 4),
-            "batch=True is not a whole number; give",
+            "batch=True is not a whole number above 0; give",
         ),
-        (lambda decoder, tokens: decoder.new_cache(10**30, 4), "a cache of 10+ rows does not fit"),
+        (
+            lambda decoder, tokens: decoder.new_cache(10**30, 4),
+            "a cache of 40+ tokens does not fit",
+        ),
         (
             lambda decoder, tokens: decoder(tokens, positions=0),
             "positions=0 is not a tensor; give one",
@@ -328,7 +326,7 @@ def test_tokens_that_the_vocabulary_lacks(token: int) -> None:
             lambda decoder, tokens: decoder(tokens, documents=0),
             "documents=0 is not a tensor; give one",
         ),
-        (lambda decoder, tokens: decoder(tokens, cache=0), "cache=0 is not a Cache; create one wi"),
+        (lambda decoder, tokens: decoder(tokens, cache=0), "cache=0 is not a cache; create one wi"),
         (
             lambda decoder, tokens: decoder.layers[0].attention(0),
             "x=0 is not a tensor; give one of",

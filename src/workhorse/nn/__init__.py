@@ -12,7 +12,6 @@ from workhorse.nn.blocks import (
     ReorderedNormConfig,
     SandwichNormConfig,
 )
-from workhorse.nn.cache.contiguous import Cache
 from workhorse.nn.context import Context
 from workhorse.nn.decoder import Decoder, DecoderConfig, evaluation_mode
 from workhorse.nn.embedding import (
@@ -54,7 +53,6 @@ __all__ = [
     "Attention",
     "AttentionConfig",
     "BlockConfig",
-    "Cache",
     "ClampedSwigluConfig",
     "Context",
     "Decoder",

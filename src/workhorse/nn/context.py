@@ -226,7 +226,7 @@ def _check_tensor(name: str, given: object, shape: str) -> None:
 
 def _check_cache(cache: object) -> None:
     if cache is not None and not isinstance(cache, CacheView):
-        raise WorkhorseError(f"cache={shown(cache)} is not a Cache; create one with new_cache")
+        raise WorkhorseError(f"cache={shown(cache)} is not a cache; create one with new_cache")
 
 
 class Runs(NamedTuple):

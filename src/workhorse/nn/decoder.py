@@ -12,9 +12,8 @@ from workhorse.config.base import Config, ConfigError
 from workhorse.errors import nearest
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.nn.blocks import Block, BlockConfig
-from workhorse.nn.cache.contiguous import Cache
-from workhorse.nn.cache.paged import PagedCache
-from workhorse.nn.cache.paged_view import PackedView
+from workhorse.nn.cache.paged import PagedCache, check_sizes
+from workhorse.nn.cache.paged_view import PackedView, PagedView
 from workhorse.nn.cache.view import CacheView, Layers
 from workhorse.nn.context import Context
 from workhorse.nn.embedding import EmbeddingConfig, HeadConfig, batch_and_seq
@@ -235,21 +234,22 @@ class Decoder(nn.Module):
         """Logits of the token after the last position, `(batch, vocab)`."""
         return self.unembed(self.hidden(tokens, positions=positions, cache=cache)[:, -1:])[:, 0]
 
-    def new_cache(self, batch: int, capacity: int, slack: int = 0) -> Cache:
+    def new_cache(self, batch: int, capacity: int, slack: int = 0) -> PagedView:
         """Create an empty cache for `batch` sequences of up to `capacity` tokens each.
 
         Args:
             batch: number of rows.
             capacity: maximum number of tokens per row.
-            slack: number of newest tokens that `Cache.truncate` can always remove.
+            slack: number of newest tokens that `PagedView.truncate` can always remove.
 
         Raises:
-            WorkhorseError: the cache would have no slots or does not fit into memory, or the
-                attention is not causal.
+            WorkhorseError: a size is not a whole number in range, the cache does not fit into
+                memory, or the attention is not causal.
         """
-        cache = Cache(batch, capacity, self.device, slack)
-        cache.entries = self.cache_stores(cache)
-        return cache
+        check_sizes(batch=batch, capacity=capacity, slack=slack)
+        cache = PagedCache(batch * capacity, batch, self.device, capacity, slack)
+        cache.stores = self.cache_stores(cache)
+        return PagedView(cache, [cache.new_sequence() for _ in range(batch)], capacity)
 
     def cache_stores(self, cache: Layers[Room]) -> list[Room]:
         """Create the storage of all layers in a cache, in order; see `Block.cache_stores`."""

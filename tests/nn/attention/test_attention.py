@@ -10,6 +10,7 @@ from torch import Tensor
 from workhorse.config.base import ConfigError
 from workhorse.nn import Attention, AttentionConfig, Context
 from workhorse.nn.attention.self_attention import QKNormConfig
+from workhorse.nn.cache.paged import PagedCache
 from workhorse.nn.norms import RMSNormConfig
 from workhorse.nn.positions.absolute import NoPositionConfig
 from workhorse.nn.positions.rope import RopeConfig
@@ -244,12 +245,11 @@ def test_a_module_refuses_the_heads_that_its_config_refuses(sizes: dict[str, Any
 
 
 def test_no_cache_without_causality() -> None:
-    from workhorse.nn import Cache
-
+    cache = PagedCache(4, 1, torch.device("cpu"), 4)
     with pytest.raises(
         ConfigError, match=r"^causal=false cannot decode with a cache; run the whole"
     ):
-        build(causal=False).cache_entry(Cache(1, 4, torch.device("cpu")))
+        build(causal=False).cache_entry(cache)
 
 
 def test_a_module_alone_norms_after_the_rotation_too() -> None:

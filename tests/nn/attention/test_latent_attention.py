@@ -99,16 +99,15 @@ def test_attending_to_latents_is_attending_to_what_they_unfold_to(
 def test_the_cache_keeps_one_latent_and_one_rotary_key_a_token() -> None:
     """kv_rank + rope_dim elements per token; projected keys and values take heads · widths."""
     model = decoder()
-    capacity = 31
-    cache = model.new_cache(2, capacity)
+    cache = model.new_cache(2, 31)
     with torch.no_grad():
         model(random_tokens(model.config, 2, 4), cache=cache)
-    for entry in cache.entries:
-        assert entry.k is not None
-        assert entry.v is not None
-        numbers = entry.k.numel() + entry.v.numel()
-        assert numbers == 2 * (capacity + 1) * (RANK + ROPE)  # one slot more than the capacity
-        assert numbers < 2 * (capacity + 1) * HEADS * (NOPE + ROPE + VALUE) / 3
+    for store in cache.cache.stores:
+        assert store.k is not None
+        assert store.v is not None
+        numbers = sum(part.shape[0] * part.shape[-1] for part in (store.k, store.v))
+        assert numbers == RANK + ROPE
+        assert numbers < HEADS * (NOPE + ROPE + VALUE) / 3
 
 
 def test_gradients_reach_every_matrix() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.nn.grid import CAUSAL, COVERING, error, fixed_length, make, name, random_tokens
 from tests.nn.paged import paged
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.cache.contiguous import FixedCache, layout_of, tensors_of
+from workhorse.nn.cache.fixed import FixedCache, layout_of, tensors_of
 from workhorse.nn.cache.paged_view import PagedView
 
 TOLERANCE = 1e-5
@@ -21,7 +21,7 @@ every_config_of_fixed_angles = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of three tokens, so that a short sequence has several."""
-    for module in ("contiguous", "paged", "paged_view"):
+    for module in ("fixed", "paged", "paged_view"):
         monkeypatch.setattr(f"workhorse.nn.cache.{module}.BLOCK", 3)
 
 

@@ -32,7 +32,7 @@ from workhorse.devices.names import cache_folder, name_of
 from workhorse.execute.compiled.fixed_step import FixedStepDecoder, Variant, check_fixed, fixed_step
 from workhorse.native.build import sources_digest
 from workhorse.nn import Decoder
-from workhorse.nn.cache.contiguous import CacheTensors
+from workhorse.nn.cache.fixed import CacheTensors
 from workhorse.nn.watched import Held, Watch
 from workhorse.transforms.record import as_subclass, transforms_of
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
-from workhorse.nn.cache.contiguous import CacheTensors, FixedCache, Layout, layout_of, tensors_of
+from workhorse.nn.cache.fixed import CacheTensors, FixedCache, Layout, layout_of, tensors_of
 from workhorse.nn.cache.paged import EMPTY
 from workhorse.nn.cache.paged_view import PagedView
 from workhorse.nn.cache.view import CacheView

@@ -23,7 +23,7 @@ from workhorse.execute.native_decoding.translate import translate
 from workhorse.native import Operators, Steps
 from workhorse.native.steps import KeptWeights
 from workhorse.nn import Decoder
-from workhorse.nn.cache.contiguous import tensors_of
+from workhorse.nn.cache.fixed import tensors_of
 from workhorse.nn.cache.paged_view import PackedView, PagedView
 from workhorse.nn.cache.view import CacheView
 from workhorse.nn.embedding import batch_and_seq, look_up

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.nn.shapes import Keys, NewKeys, NewValues
 
 BLOCK = 32
@@ -156,6 +156,17 @@ class CachedSequence:
     changes: int = 0
 
 
+def check_sizes(*, slack: int, **sizes: int) -> None:
+    """Raise a WorkhorseError if a size of a cache is not a whole number in range."""
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise WorkhorseError(
+                f"{name}={shown(size)} is not a whole number above 0; give 1 or more"
+            )
+    if type(slack) is not int or slack < 0:
+        raise WorkhorseError(f"slack={shown(slack)} is not a whole number; give 0 or more")
+
+
 class PagedCache:
     """Keys and values of many sequences; created by `Decoder.new_paged_cache`.
 
@@ -176,13 +187,7 @@ class PagedCache:
     def __init__(
         self, tokens: int, sequences: int, device: torch.device, context: int, slack: int = 0
     ) -> None:
-        for name, size in (("tokens", tokens), ("sequences", sequences)):
-            if type(size) is not int or size < 1:
-                raise WorkhorseError(
-                    f"{name}={size!r} is not a whole number above 0; give 1 or more"
-                )
-        if type(slack) is not int or slack < 0:
-            raise WorkhorseError(f"slack={slack!r} is not a whole number; give 0 or more")
+        check_sizes(tokens=tokens, sequences=sequences, slack=slack)
         self.tokens = tokens
         self.sequences = sequences
         self.device = device

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.nn.attention.masks import Placement
 from workhorse.nn.cache.paged import (
     BLOCK,
@@ -137,10 +137,21 @@ class PagedView(CacheView):
 
     The sequences and the cache may change between passes: `reserve` and `begin` read their current
     state.
+
+    Args:
+        cache: the cache.
+        sequences: its sequences.
+        capacity: maximum number of tokens per row; None: what the cache has blocks for.
     """
 
-    def __init__(self, cache: PagedCache, sequences: Sequence[CachedSequence]) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        sequences: Sequence[CachedSequence],
+        capacity: int | None = None,
+    ) -> None:
         self.cache = cache
+        self.capacity = capacity
         self.sequences = list(sequences)
         if not self.sequences or len(set(self.sequences)) < len(self.sequences):
             raise WorkhorseError(
@@ -170,8 +181,15 @@ class PagedView(CacheView):
         """Allocate blocks for `counts[r]` more tokens of each row r.
 
         Raises:
-            WorkhorseError: the cache has too few blocks.
+            WorkhorseError: a row would have more tokens than `capacity`, or the cache has too few
+                blocks.
         """
+        for sequence, count in zip(self.sequences, counts, strict=True):
+            if self.capacity is not None and sequence.length + count > self.capacity:
+                raise WorkhorseError(
+                    f"{sequence.length} + {count} tokens do not fit a cache of {self.capacity}; "
+                    "make one with more capacity"
+                )
         for sequence, count in zip(self.sequences, counts, strict=True):
             self.cache.extend(sequence, count)
         self._follow()
@@ -190,17 +208,25 @@ class PagedView(CacheView):
         return self.pages[reach if reach in self.pages else None].place
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep the first `lengths[r]` tokens of each row r; rows with fewer tokens do not change.
+        """Keep the first `lengths[r]` tokens of each row r.
 
         Raises:
-            WorkhorseError: see `PagedCache.truncate`. The cache is then unchanged.
+            WorkhorseError: a length is out of range, or see `PagedCache.truncate`. The cache is
+                then unchanged.
         """
-        shorter = [
-            pair for pair in zip(self.sequences, lengths, strict=True) if pair[1] < pair[0].length
-        ]
-        for sequence, length in shorter:
+        held = [sequence.length for sequence in self.sequences]
+        fit = isinstance(lengths, list | tuple) and len(lengths) == len(held)
+        if not fit or not all(
+            type(length) is int and 0 <= length <= most
+            for length, most in zip(lengths, held, strict=True)
+        ):
+            raise WorkhorseError(
+                f"lengths={shown(lengths)} are out of range for rows of {held} tokens; "
+                "give each row a whole number from 0 to its length"
+            )
+        for sequence, length in zip(self.sequences, lengths, strict=True):
             self.cache.check_can_truncate(sequence, length)
-        for sequence, length in shorter:
+        for sequence, length in zip(self.sequences, lengths, strict=True):
             self.cache.truncate(sequence, length)
         self._follow()
 

@@ -2,7 +2,7 @@
 
 A `CacheView` represents the rows of one batch. It has a `CacheEntry` for each attention layer,
 which stores new keys and values and returns all visible ones. Masks are computed only from
-positions (`Placement`), so a model uses contiguous, paged and fixed-shape caches in the same way.
+positions (`Placement`), so a model uses paged and fixed-shape caches in the same way.
 """
 
 from abc import ABC, abstractmethod

@@ -32,7 +32,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import SpecialTokensConfig, train_tokenizer
 from workhorse.tokenizers.config import BpeConfig
 from workhorse.train import Recipe, with_init
-from workhorse.train.recipe.reference import NAME, recipe_configs
+from workhorse.train.recipe.reference import NAME, configs_at, recipe_configs
 
 ROOT = Path(__file__).parent.parent
 PLAN: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "documents.yaml").read_text("utf-8"))
@@ -266,6 +266,33 @@ def test_verbs_and_options_in_sentences_exist(page: str):
             known = {name for option in found.params for name in option.opts}
         options = {word.strip("[]()").partition("=")[0] for word in words if "--" in word[:3]}
         assert options <= known | {"--help"}, f"{page}: workhorse {line}"
+
+
+KEY = re.compile(r"`((?:\w+\.)*\w+)(?:: ([^`]+))?`")
+"""A recipe key in a sentence, and its value."""
+TOP = {"model", "train", "data", "tokenizer", "parallel", "adapter"}
+LAYER = f"model.blocks.{NAME}"
+PARTS = {"attention", "feed_forward", "norm"}
+
+
+@pytest.mark.parametrize("page", ["docs/from-texts.md", "docs/glossary.md"])
+def test_recipe_keys_in_sentences_exist(page: str):
+    """Keys of a layer are written without their beginning; kinds in values are checked too."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text("utf-8"), flags=re.M | re.S)
+    checked = 0
+    for written, value in KEY.findall(text):
+        first = written.partition(".")[0]
+        if first not in TOP | PARTS or (written in TOP | PARTS | {LAYER} and not value):
+            continue
+        name = f"{LAYER}.{written}" if first in PARTS else written
+        place, _, key = name.rpartition(".")
+        assert any(key in config.model_fields for config in configs_at(place).values()), name
+        given = yaml.safe_load(value or "null")
+        if kinds := configs_at(name) if given else None:
+            fields = given if isinstance(given, dict) else {"kind": given}
+            assert fields.keys() <= kinds[fields["kind"]].model_fields.keys(), f"{name}: {value}"
+        checked += 1
+    assert checked > 20
 
 
 LINKING = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]

@@ -1,5 +1,6 @@
 """The site: every page is in its navigation, and the walk explains every line of a forward pass."""
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,6 +60,15 @@ def test_the_pictures_of_the_course_show_its_numbers():
         stored = (drawings.COURSE / name).read_text("utf-8")
         assert stored == content, "run `python -m website.drawings`"
     assert drawings.numbers("05-positions.md", "(0.25") == [[0.25, 0.0625, 0.015625, 0.00390625]]
+
+
+@pytest.mark.parametrize(
+    "words", ["FlashDecoding", "Gemini", "StoryWriter", "position 2017 sinusoidal", "1.3 words"]
+)
+def test_a_section_has_all_words_of_a_search(words: str):
+    pages = (path.read_text("utf-8").lower() for path in (ROOT / "docs").rglob("*.md"))
+    sections = (section for page in pages for section in re.split(r"^#+ ", page, flags=re.M))
+    assert any(all(word in section for word in words.lower().split()) for section in sections)
 
 
 def test_outputs_are_marked_on_the_site():

@@ -37,7 +37,7 @@ def text(x: float, y: float, words: str, anchor: str = "middle", color: str = SO
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{color}">{words}</text>'
 
 
-def shades(rows: Sequence[Sequence[float]], show: bool, title: str) -> str:
+def shades(rows: Sequence[Sequence[float]], show: bool, title: str, *, causal: bool = True) -> str:
     """A matrix of weights: a row per query, a column per key, darker for larger weights."""
     n = len(rows)
 
@@ -49,13 +49,14 @@ def shades(rows: Sequence[Sequence[float]], show: bool, title: str) -> str:
             yield text(EDGE - 8, y + CELL / 2 + 5, f"query {i}", "end")
             for j, weight in enumerate(row):
                 x = EDGE + j * CELL
-                fill = ACCENT if j <= i else "#e4e7ec"
-                opacity = 0.08 + 0.92 * math.sqrt(weight) if j <= i else 0.6
+                visible = j <= i or not causal
+                fill = ACCENT if visible else "#e4e7ec"
+                opacity = 0.08 + 0.92 * math.sqrt(weight) if visible else 0.6
                 yield (
                     f'<rect x="{x:g}" y="{y:g}" width="{CELL - 2}" height="{CELL - 2}" rx="3"'
                     f' fill="{fill}" fill-opacity="{opacity:.2f}"/>'
                 )
-                if show and j <= i:
+                if show and visible:
                     color = "#fff" if weight > 0.4 else INK  # noqa: PLR2004 (dark cells)
                     yield text(
                         x + CELL / 2 - 1, y + CELL / 2 + 4, f"{weight:.2f}".lstrip("0"), color=color
@@ -119,10 +120,17 @@ def slopes(values: Sequence[float], far: int) -> str:
 
 def drawings() -> dict[str, str]:
     """The pictures, by file name."""
+    rings = numbers("02b-attention-derived.md", "tensor([[0.35")
     weights = numbers("03-attention-by-hand.md", "tensor([[1.00")
     window = numbers("04-attention-by-kernel.md", "tensor([[1, 0")
     (biases,) = numbers("05-positions.md", "(0.25")
     return {
+        "ring-symmetric.svg": shades(
+            rings[:5], True, "Weights from symmetric scores: the same to both sides", causal=False
+        ),
+        "ring.svg": shades(
+            rings[5:], True, "Weights from A: each token looks at the next one", causal=False
+        ),
         "attention.svg": shades(
             weights, True, "Attention weights of one head: causal, rows sum to 1"
         ),

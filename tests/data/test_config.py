@@ -46,6 +46,10 @@ def test_sources_of_a_mixture_weigh_one_unless_told() -> None:
     [
         ("stdlb", "corpus: unknown kind 'stdlb'; did you mean 'stdlib'?"),
         ({"kind": "text"}, "corpus: 'path' is missing; give the path of a file or folder"),
+        (
+            {"kind": "text", "path": "a", "documents": ""},
+            "corpus.documents: '' separates nothing; use lines or another string",
+        ),
         ({"kind": "text", "path": "a", "glob": "*"}, "corpus: unknown key 'glob'; known: "),
         (
             {"kind": "text", "path": "a", "validation_fraction": 1.0},

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workhorse.data import DataConfig, Document, files, iterate_documents, read_documents
+from workhorse.data import DataConfig, Document, files, iterate_documents, read_documents, records
 from workhorse.data import documents as documents_module
 from workhorse.data.documents import HASHES, hash_of, threshold
 from workhorse.errors import WorkhorseError
@@ -61,6 +61,45 @@ def test_a_text_may_have_a_validation_file_of_its_own(tmp_path: Path) -> None:
     corpus = {"kind": "text", "path": tmp_path / "a.txt", "validation": tmp_path / "b.txt"}
     assert texts(**corpus) == ["train"]
     assert texts("validation", **corpus) == ["held out"]
+
+
+@settings(max_examples=50)
+@given(st.text("ab|-\n", max_size=60), st.sampled_from(["|", "--", "-|-", "\n"]))
+def test_documents_of_a_text_are_what_a_separator_divides(
+    tmp_path_factory: pytest.TempPathFactory, text: str, separator: str
+) -> None:
+    """The file is read in blocks of 3 characters, so separators lie across their ends."""
+    path = tmp_path_factory.mktemp("text") / "a.txt"
+    path.write_text(text + separator)
+    corpus = {"kind": "text", "path": path, "documents": separator}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "BLOCK_BYTES", 3)
+        found = texts(validation_fraction=0, **corpus)
+        splits = texts(**corpus) + texts("validation", **corpus)
+    assert found == [one for one in (text + separator).split(separator) if one.strip()]
+    assert sorted(splits) == sorted(found)
+
+
+def test_documents_of_a_text_can_be_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"Hi. | Hello.\r\n\r\n  \nBye. | Bye.")
+    corpus = {"kind": "text", "path": path, "documents": "lines"}
+    assert texts(validation_fraction=0, **corpus) == ["Hi. | Hello.", "Bye. | Bye."]
+    assert len(texts(**corpus)) == len(texts("validation", **corpus)) == 1
+    (tmp_path / "b.txt").write_text("One line.")
+    assert texts("validation", validation=tmp_path / "b.txt", **corpus) == ["One line."]
+
+
+def test_a_separator_must_occur(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = {"kind": "text", "path": tmp_path / "a.txt", "documents": "---"}
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+    refused = r"characters of \S*a.txt do not contain data.corpus.documents='---'; use a string"
+    with pytest.raises(WorkhorseError, match=f"^8 {refused}"):
+        texts(validation_fraction=0, **corpus)
+    monkeypatch.setattr(records, "LONGEST", 5)  # also if a document would fill the memory
+    (tmp_path / "a.txt").write_text("one---two, three")
+    with pytest.raises(WorkhorseError, match=f"^10 {refused}"):
+        texts(validation_fraction=0, **corpus)
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress, lambda content: content])

@@ -73,14 +73,21 @@ class Decoded(HeldOut):
 
 
 class TextConfig(Decoded):
-    """One plain text file, read as one document. The validation split is the end of the file.
+    """One plain text file. The validation split is its end, or documents chosen by their hash.
 
-    The first `int((1 - validation_fraction) * n)` of its n characters are used for training.
+    Without `documents`, `int((1 - validation_fraction) * n)` of n characters are for training.
     """
 
     kind: Literal["text"] = "text"
     path: Annotated[Path, OnResume.SAME_DATA]
     """A file, plain or compressed with gzip or zstd. `-` is the standard input."""
+    documents: str | None = None
+    """`lines`, if each line is a document, or the string between two documents, which is removed.
+    Documents of only white space are skipped. None: the file is one document."""
+
+    def model_post_init(self, _context: object) -> None:
+        if self.documents == "":
+            raise ConfigError("'' separates nothing; use lines or another string", "documents")
 
 
 class FolderConfig(Decoded):

@@ -126,7 +126,7 @@ def read_documents(
             lacks the text field.
     """
     advice = _advice(source, key)
-    if isinstance(source, TextConfig):
+    if isinstance(source, TextConfig) and source.documents is None:
         yield from _read_text_file(source, split, advice)
         return
     below = None  # the splits are separate files
@@ -307,7 +307,7 @@ def _texts(
             for path in files:
                 name = path.relative_to(root).as_posix()
                 yield name, name, read_text(path, source.errors, advice)
-        case JsonlConfig() | ParquetConfig():
+        case JsonlConfig() | ParquetConfig() | TextConfig():
             for path in files:
                 for name, text in text_records(path, source, advice):
                     yield text, name, [text]

@@ -1,4 +1,4 @@
-"""Reads the records of JSON Lines and Parquet files, and the text field of each."""
+"""Reads the text of each record of JSON Lines and Parquet files, and of divided text files."""
 
 import json
 from collections.abc import Iterator
@@ -6,24 +6,47 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from workhorse.data.config import JsonlConfig, ParquetConfig
-from workhorse.data.files import HEAD_BYTES, Advice, bad_byte, check_head, open_bytes
-from workhorse.errors import WorkhorseError, nearest, to_install
+from workhorse.data.config import JsonlConfig, ParquetConfig, TextConfig
+from workhorse.data.files import HEAD_BYTES, Advice, bad_byte, check_head, open_bytes, read_text
+from workhorse.errors import WorkhorseError, nearest, shown, to_install
 from workhorse.files.text_formats import json_fault
 
 if TYPE_CHECKING:
     import pyarrow
 
 PARQUET_ROWS = 1024
+LONGEST = 1 << 26
+"""Maximum number of characters of a document of a divided text file; it is held in memory."""
 
 
 def text_records(
-    path: Path, source: JsonlConfig | ParquetConfig, advice: Advice
+    path: Path, source: JsonlConfig | ParquetConfig | TextConfig, advice: Advice
 ) -> Iterator[tuple[str, str]]:
-    """Yield the (name, text) of each record of a JSON Lines or Parquet file."""
+    """Yield the (name, text) of each record of a file."""
+    if isinstance(source, TextConfig):
+        texts = _divided(path, source, advice)
+        return ((f"{path}:{number}", text) for number, text in enumerate(texts) if text.strip())
     if isinstance(source, JsonlConfig):
         return _read_jsonl(path, source, advice)
     return _read_parquet(path, source, advice)
+
+
+def _divided(path: Path, source: TextConfig, advice: Advice) -> Iterator[str]:
+    """Yield the documents of a text file with several."""
+    lines = source.documents == "lines"
+    separator, held, found = "\n" if lines else str(source.documents), "", lines
+    for block in read_text(path, source.errors, advice):
+        *texts, held = (held + block).split(separator)
+        found = found or bool(texts)
+        yield from (text.removesuffix("\r") for text in texts) if lines else texts
+        if len(held) > LONGEST:
+            break
+    if len(held) > LONGEST or (held and not found):
+        raise WorkhorseError(
+            f"{len(held):,} characters of {path} do not contain {advice.key}.documents="
+            f"{shown(separator)}; use a string that separates its documents"
+        )
+    yield held
 
 
 def _read_jsonl(path: Path, source: JsonlConfig, advice: Advice) -> Iterator[tuple[str, str]]:

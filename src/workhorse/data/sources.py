@@ -54,8 +54,9 @@ def describe_sources(config: DataConfig) -> dict[str, dict[str, Any]]:
     for name, source in config.sources.items():
         states = [_state(path, source) for path in all_files(source)]
         settings = source.to_dict()
-        if settings.get("on_error") == "stop":  # data sets of versions without the key stay valid
-            del settings["on_error"]
+        for key, default in (("on_error", "stop"), ("documents", None)):
+            if settings.get(key, ...) == default:  # data sets of versions without it stay valid
+                del settings[key]
         described[name] = {
             **settings,
             "files": len(states),
@@ -139,7 +140,7 @@ def why_empty(config: DataConfig, name: str, split: SplitName) -> str:
 def _why_undivided(source: SourceConfig) -> str:
     """Explain why a source that has text could not be divided into two splits."""
     match source:
-        case TextConfig():
+        case TextConfig(documents=None):
             return "is too short to hold out a part for validation"
         case FolderConfig() | StdlibConfig():
             return "has only one document, but holding one out needs two"

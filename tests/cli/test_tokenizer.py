@@ -51,7 +51,8 @@ def test_train_then_report(
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["bpe", "byte_fallback_bpe", "wordpiece", "unigram", "characters", "bytes"]
+    "algorithm",
+    ["bpe", "byte_fallback_bpe", "wordpiece", "unigram", "characters", "words", "bytes"],
 )
 def test_every_algorithm_and_its_settings(
     algorithm: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -27,6 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "unigram without bytes": {"kind": "unigram", "vocab_size": 256, "byte_fallback": False},
     "wordpiece": {"kind": "wordpiece", "vocab_size": 300},
     "characters": {"kind": "characters"},
+    "words": {"kind": "words"},
     "bytes": {"kind": "bytes"},
 }
 

@@ -25,6 +25,7 @@ from workhorse.tokenizers import (
     Tokenizer,
     UnigramConfig,
     WordPieceConfig,
+    WordsConfig,
     tokenizer_config,
     train_tokenizer,
 )
@@ -51,7 +52,7 @@ for name, config in configs.items():
 def test_the_same_corpus_gives_the_same_tokenizer_in_any_process(
     corpus: list[str], configs: dict[str, dict[str, Any]], trained: Trained
 ) -> None:
-    names = ["bpe", "byte_fallback_bpe", "wordpiece", "unigram", "characters"]
+    names = ["bpe", "byte_fallback_bpe", "wordpiece", "unigram", "characters", "words"]
     configs = {name: configs[name] for name in names}
     request = json.dumps([configs, corpus])
     here = [f"{name} {trained(name).fingerprint}" for name in names]
@@ -85,7 +86,7 @@ def test_the_vocabulary_has_the_size_asked_for(kind: str) -> None:
     assert train_tokenizer(config, [" ".join(words)] * 2).vocab_size == 340
 
 
-@pytest.mark.parametrize("kind", ["bpe", "byte_fallback_bpe", "wordpiece", "unigram"])
+@pytest.mark.parametrize("kind", ["bpe", "byte_fallback_bpe", "wordpiece", "unigram", "words"])
 def test_a_control_token_named_like_a_word_is_not_learned_from_the_corpus(kind: str) -> None:
     fields = {"kind": kind, "vocab_size": 300, "special": {"eos": "Stop"}}
     tokenizer = train_tokenizer(tokenizer_config(fields), ["Stop the dog. Stop it, Stop! " * 50])
@@ -163,6 +164,17 @@ def test_characters_are_in_code_point_order() -> None:
 def test_the_rarest_characters_give_way() -> None:
     tokenizer = train_tokenizer(CharactersConfig(vocab_size=4), ["aaabbc"])
     assert tokenizer.decode(tokenizer.encode("abc")) == "ab<|unk|>"
+
+
+def test_words_and_punctuation_marks_are_tokens_in_the_order_of_frequency() -> None:
+    text = "The cat sat. The dog didn't!"
+    tokenizer = train_tokenizer(WordsConfig(), [text])
+    names = ["<|unk|>", "<|eos|>", "The", "!", ".", "cat", "didn't", "dog", "sat"]
+    assert tokenizer.vocabulary == {name: number for number, name in enumerate(names)}
+    assert tokenizer.encode("The bird\n sat!") == [2, 0, 8, 3]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    small = train_tokenizer(WordsConfig(vocab_size=4), ["b the a the b"])
+    assert small.vocabulary == {"<|unk|>": 0, "<|eos|>": 1, "b": 2, "the": 3}
 
 
 def test_rare_characters_are_spelled_in_bytes_and_teach_nothing() -> None:

@@ -15,6 +15,7 @@ from workhorse.tokenizers.config import (
     TokenizerConfig,
     UnigramConfig,
     WordPieceConfig,
+    WordsConfig,
     tokenizer_config,
 )
 from workhorse.tokenizers.files import check_output_folder, load_tokenizer
@@ -38,6 +39,7 @@ __all__ = [
     "TokenizerReport",
     "UnigramConfig",
     "WordPieceConfig",
+    "WordsConfig",
     "check_output_folder",
     "load_tokenizer",
     "missing_tokens",

@@ -210,14 +210,13 @@ class BytesConfig(_MadeConfig):
     """The special tokens. Encoding ordinary text never produces one."""
 
 
-class CharactersConfig(_MadeConfig):
-    """One token per character of the corpus, in code point order after the special tokens."""
+class _CountedConfig(_MadeConfig):
+    """The fields of configs whose tokens are the most frequent units of the corpus."""
 
-    kind: Literal["characters"] = "characters"
     vocab_size: int | None = Field(default=None, ge=2, le=MAX_VOCAB_SIZE)
-    """Maximum number of tokens; the rarest characters become unknown. None: no limit."""
+    """Maximum number of tokens; the rarest become unknown. None: no limit, or 300,000 words."""
     unk: str = "<|unk|>"
-    """The token for characters outside the vocabulary."""
+    """The token for characters or words outside the vocabulary."""
     special: SpecialTokensConfig = Field(default_factory=few_special_tokens)
     """The special tokens. Encoding ordinary text never produces one."""
 
@@ -227,10 +226,25 @@ class CharactersConfig(_MadeConfig):
         fixed = 1 + len(self.special_names)
         if self.vocab_size is not None and self.vocab_size <= fixed:
             raise ConfigError(
-                f"vocab_size={self.vocab_size} is too small for {fixed} special tokens and a "
-                f"character; choose {fixed + 1} or more"
+                f"vocab_size={self.vocab_size} is too small for {fixed} special tokens and one "
+                f"more; choose {fixed + 1} or more"
             )
         return self
+
+
+class CharactersConfig(_CountedConfig):
+    """One token per character of the corpus, in code point order after the special tokens."""
+
+    kind: Literal["characters"] = "characters"
+
+
+class WordsConfig(_CountedConfig):
+    """One token per word or punctuation mark of the corpus, the most frequent first.
+
+    White space is not kept: decoding puts one space before each token except `.`, `,`, `!`, `?`.
+    """
+
+    kind: Literal["words"] = "words"
 
 
 class FileConfig(Config):
@@ -255,6 +269,7 @@ TokenizerConfig = Annotated[
     | UnigramConfig
     | BytesConfig
     | CharactersConfig
+    | WordsConfig
     | FileConfig,
     Field(discriminator="kind"),
 ]

@@ -22,6 +22,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from workhorse.errors import WorkhorseError, shown, warn_caller
 from workhorse.tokenizers.chat.template import with_template
 from workhorse.tokenizers.config import (
+    MAX_VOCAB_SIZE,
     SPACE,
     WITH_TOOLS,
     BpeConfig,
@@ -32,6 +33,7 @@ from workhorse.tokenizers.config import (
     TokenizerConfig,
     UnigramConfig,
     WordPieceConfig,
+    WordsConfig,
 )
 from workhorse.tokenizers.control import guarded
 from workhorse.tokenizers.files import load_tokenizer
@@ -281,7 +283,7 @@ def _extended(config: FileConfig) -> Tokenizer:
 
 def missing_tokens(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
     """Return by how many tokens a trained tokenizer is smaller than `config.vocab_size`."""
-    if isinstance(config, FileConfig | BytesConfig | CharactersConfig):
+    if isinstance(config, FileConfig | BytesConfig | CharactersConfig | WordsConfig):
         return 0
     return config.vocab_size - tokenizer.vocab_size
 
@@ -417,6 +419,22 @@ def _characters(config: CharactersConfig, pieces: Iterable[str]) -> Tokenizer:
     return _finished(backend, config, unk=config.unk)
 
 
+def _words(config: WordsConfig, pieces: Iterable[str]) -> Tokenizer:
+    fixed = (config.unk, *config.special_names)
+    size = config.vocab_size or MAX_VOCAB_SIZE
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=size, special_tokens=list(fixed), show_progress=False
+    )
+    # A word can have apostrophes and hyphens inside; any other character is a token.
+    words = Regex(r"\w+(?:['’-]\w+)*|[^\w\s]")
+    splitter = pre_tokenizers.Split(words, behavior="removed", invert=True)
+    model = _learn(models.WordLevel(unk_token=config.unk), splitter, trainer, pieces, fixed)
+    backend = tokenizers.Tokenizer(models.WordLevel(model["vocab"], unk_token=config.unk))
+    backend.pre_tokenizer = splitter
+    backend.decoder = decoders.WordPiece(cleanup=True)
+    return _finished(backend, config, unk=config.unk)
+
+
 def _bytes(config: BytesConfig) -> Tokenizer:
     vocab = {character: value for value, character in enumerate(BYTE_ALPHABET)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -511,4 +529,5 @@ _TRAINING: dict[type, Callable[[Any, Iterator[str]], Tokenizer]] = {
     UnigramConfig: _unigram,
     WordPieceConfig: _wordpiece,
     CharactersConfig: _characters,
+    WordsConfig: _words,
 }

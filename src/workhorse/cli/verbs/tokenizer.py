@@ -38,7 +38,9 @@ def command() -> None:
 @files_argument
 @click.option(
     "--algorithm",
-    type=click.Choice(["bpe", "byte_fallback_bpe", "wordpiece", "unigram", "characters", "bytes"]),
+    type=click.Choice(
+        ["bpe", "byte_fallback_bpe", "wordpiece", "unigram", "characters", "words", "bytes"]
+    ),
     default="bpe",
     show_default=True,
     help="bpe is byte-level; byte_fallback_bpe is LLaMA's; bytes needs no FILES.",
@@ -46,7 +48,7 @@ def command() -> None:
 @click.option(
     "--vocab-size",
     type=int,
-    help="Number of tokens, including special tokens; optional for characters.",
+    help="Number of tokens, including special tokens; optional for characters and words.",
 )
 @click.option(
     "--set",
@@ -235,7 +237,7 @@ def _config(algorithm: str, vocab_size: int | None, settings: tuple[str, ...]) -
                 "ones; remove it"
             )
         fields["vocab_size"] = vocab_size
-    elif algorithm not in ("bytes", "characters"):
+    elif algorithm not in ("bytes", "characters", "words"):
         raise WorkhorseError(f"{algorithm} needs --vocab-size, such as 4096 for a small corpus")
     return tokenizer_config(apply_overrides(fields, settings))
 

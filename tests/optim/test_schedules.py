@@ -1,6 +1,12 @@
 import pytest
 
-from workhorse.optim.groups import ConstantConfig, CosineConfig, LinearConfig, WsdConfig
+from workhorse.optim.groups import (
+    ConstantConfig,
+    CosineConfig,
+    InverseSqrtConfig,
+    LinearConfig,
+    WsdConfig,
+)
 
 
 @pytest.mark.parametrize("kind", [ConstantConfig, CosineConfig, LinearConfig, WsdConfig])
@@ -31,3 +37,11 @@ def test_wsd_stays_at_the_peak_until_its_decay() -> None:
     assert factors[10:61] == [1.0] * 51
     assert factors[61:] == sorted(factors[61:], reverse=True)
     assert 0 < factors[-1] < 0.03
+
+
+def test_the_schedule_of_2017_is_the_minimum_of_its_two_parts() -> None:
+    """1706.03762, equation 3, as a fraction of its peak; the paper counts steps from 1."""
+    schedule = InverseSqrtConfig(warmup_steps=4000)
+    for step in (1, 100, 4000, 4001, 100_000):
+        formula = min(step**-0.5, step * 4000**-1.5)
+        assert schedule.factor(step - 1, 200_000) == pytest.approx(formula * 4000**0.5)

@@ -59,6 +59,21 @@ class ConstantConfig(WarmupConfig):
         return 1.0
 
 
+class InverseSqrtConfig(WarmupConfig):
+    """After the warm-up, the peak times `sqrt(warmup_steps / (s + 1))` at step s, counted from 0.
+
+    Paper: 1706.03762 §5.3, with the peak `1/sqrt(d_model * warmup_steps)`.
+    """
+
+    kind: Literal["inverse_sqrt"] = "inverse_sqrt"
+
+    def factor(self, step: int, steps: int) -> float:
+        return min(super().factor(step, steps), math.sqrt(max(self.warmup_steps, 1) / (step + 1)))
+
+    def after_warmup(self, progress: float) -> float:
+        return 1.0
+
+
 class LinearConfig(WarmupConfig):
     """The learning rate falls linearly after the warm-up."""
 
@@ -95,7 +110,8 @@ class WsdConfig(WarmupConfig):
 
 
 ScheduleConfig = Annotated[
-    CosineConfig | LinearConfig | WsdConfig | ConstantConfig, Field(discriminator="kind")
+    CosineConfig | LinearConfig | WsdConfig | ConstantConfig | InverseSqrtConfig,
+    Field(discriminator="kind"),
 ]
 
 

@@ -1,10 +1,13 @@
-"""Dynamic fine-tuning against its paper's formula, in float64."""
+"""Dynamic fine-tuning and label smoothing against their formulas, in float64."""
 
 from dataclasses import replace
 
+import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.train.objectives.data import assert_same, logprobs, model, rows
+from workhorse.config.base import ConfigError
 from workhorse.data import Batch
 from workhorse.nn import IGNORE
 from workhorse.train.objectives.next_token import NextTokenConfig
@@ -55,3 +58,21 @@ def test_packed_sequences_have_the_loss_of_sequences_in_rows_of_their_own() -> N
     torch.testing.assert_close(objective(packed).loss, objective(apart).loss)
     mixed = replace(packed, documents=None)
     assert not torch.allclose(objective(mixed).loss, objective(apart).loss)
+
+
+@pytest.mark.parametrize("head", [{}, {"tied": True, "bias": True, "multiplier": 0.5}])
+def test_label_smoothing_is_that_of_pytorch(head: dict[str, object]) -> None:
+    decoder, batch = model(head=head), rows()
+    of_all = decoder(batch.tokens).flatten(0, 1), batch.targets.flatten()
+    expected = F.cross_entropy(*of_all, ignore_index=IGNORE, label_smoothing=0.1)
+    objective = NextTokenConfig(label_smoothing=0.1).build(decoder)
+    assert_same(objective, batch, expected)
+    plain = F.cross_entropy(*of_all, ignore_index=IGNORE, reduction="sum")
+    torch.testing.assert_close(objective(batch).figures["loss"], plain.detach())
+
+
+def test_label_smoothing_refuses_what_it_cannot_compute() -> None:
+    with pytest.raises(ConfigError, match="label_smoothing needs a head without a soft-cap"):
+        NextTokenConfig(label_smoothing=0.1).build(model(head={"cap": 5.0}))
+    with pytest.raises(ConfigError, match="label_smoothing has no effect with dft=true"):
+        NextTokenConfig(label_smoothing=0.1, dft=True)

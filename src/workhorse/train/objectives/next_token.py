@@ -1,9 +1,16 @@
 """The objective of language modelling: cross-entropy of the next token, also of conversations."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
+from torch import Tensor
+
+from workhorse.config.base import ConfigError, OnResume
 from workhorse.data import Batch
 from workhorse.nn import Decoder, HeadLoss, TokenLogprobs
+from workhorse.nn.logprobs import Logprobs, is_linear, shaping_of
+from workhorse.nn.products import widened
+from workhorse.nn.shapes import Hidden
 from workhorse.train.objectives.objective import (
     ModelObjective,
     ObjectiveConfig,
@@ -29,8 +36,17 @@ class NextTokenConfig(ObjectiveConfig):
     dft: bool = False
     """Multiply the loss of each token by its probability, without a gradient through the factor:
     dynamic fine-tuning (2508.05629). The reported loss is the cross-entropy."""
+    label_smoothing: Annotated[float, OnResume.CONTINUES] = Field(default=0.0, ge=0, lt=1)
+    """Probability ε of the target distribution that is divided equally among all tokens
+    (1512.00567 §7; 0.1 in 1706.03762). The reported loss is the cross-entropy."""
+
+    def model_post_init(self, _context: object) -> None:
+        if self.dft and self.label_smoothing:
+            raise ConfigError("label_smoothing has no effect with dft=true; remove one of them")
 
     def build(self, decoder: Decoder, team: Team = None) -> "NextToken | DynamicFineTuning":
+        if self.label_smoothing:
+            return LabelSmoothing(decoder, self.label_smoothing, self.z_loss, team)
         return (DynamicFineTuning if self.dft else NextToken)(decoder, self.z_loss, team)
 
 
@@ -66,16 +82,43 @@ class DynamicFineTuning(ModelObjective):
         team: see `Team`.
     """
 
+    figure = "dft_loss"
+
     def __init__(self, decoder: Decoder, z_loss: float = 0.0, team: Team = None) -> None:
         super().__init__(decoder, TokenLogprobs(), team)
         self.z_loss = z_loss
 
+    def losses(self, x: Hidden, scores: Logprobs) -> Tensor:
+        """Compute the loss of each target, (batch, seq); `x` is the input of the head."""
+        return -scores.target * scores.target.detach().exp()
+
     def forward(self, batch: Batch) -> Outcome:
-        scores, weights = self.score(batch), target_weights(batch)
+        x, scores = self.hidden_and_score(batch)
+        weights = target_weights(batch)
         z_loss = self.z_loss if self.training else 0.0
-        losses = -(scores.target * scores.target.detach().exp() * weights).sum()
+        losses = (self.losses(x, scores) * weights).sum()
         z = z_loss * (scores.logsumexp.square() * weights).sum()
         cross_entropy = -(scores.target.detach() * weights).sum()
-        figures = {"loss": cross_entropy, "dft_loss": losses.detach()}
+        figures = {"loss": cross_entropy, self.figure: losses.detach()}
         figures |= {"z_loss": z.detach()} if z_loss else {}
         return Outcome(losses + z, self.count(batch), figures)
+
+
+class LabelSmoothing(DynamicFineTuning):
+    """`Σ -(1 - ε) · log p(target) - ε · mean(log p)`, in nats; the mean is over the vocabulary."""
+
+    figure = "smoothed_loss"
+
+    def __init__(self, decoder: Decoder, epsilon: float, z_loss: float, team: Team) -> None:
+        super().__init__(decoder, z_loss, team)
+        if not is_linear(decoder.head) or shaping_of(decoder.head).cap is not None:
+            raise ConfigError("label_smoothing needs a head without a soft-cap; set head.cap=null")
+        self.epsilon = epsilon
+
+    def losses(self, x: Hidden, scores: Logprobs) -> Tensor:
+        head = self.decoder.head
+        row = widened(head.proj.weight).mean(dim=0)  # its logit is the mean of all logits
+        mean = (widened(self.logprobs.read(x, head)) * row).sum(dim=-1)
+        mean = mean if head.proj.bias is None else mean + widened(head.proj.bias).mean()
+        of_all = scores.logsumexp - head.multiply(mean)
+        return self.epsilon * of_all - (1 - self.epsilon) * scores.target

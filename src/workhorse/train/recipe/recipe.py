@@ -16,6 +16,7 @@ from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.parts import check_divisible
 from workhorse.tokenizers import TokenizerConfig, tokenizer_config, train_tokenizer
 from workhorse.train.objectives.balance import check_balance
+from workhorse.train.objectives.next_token import NextTokenConfig
 from workhorse.train.recipe.training import TrainConfig
 
 
@@ -122,7 +123,9 @@ class Recipe(Config):
                 "train",
             )
         divided = [name for name in ("tensor", "pipeline") if self.parallel.ways[name] > 1]
-        if self.train.objective.needs_all_logits and divided:
+        objective = self.train.objective
+        smoothed = isinstance(objective, NextTokenConfig) and objective.label_smoothing > 0
+        if divided and (objective.needs_all_logits or smoothed):
             raise ConfigError(
                 f"{divided[0]}={self.parallel.ways[divided[0]]} divides the logits, which the "
                 f"objective {self.train.objective.kind} needs together; use shard or context",

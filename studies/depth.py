@@ -19,7 +19,13 @@ LAYERS, WIDTH, SEQ, ROWS, VOCAB = 100, 32, 16, 8, 31
 PLAIN_WIDTH = 256
 WIRINGS = ("pre_norm", "post_norm")
 NORMS = ("layer_norm", "rms_norm", "none")
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": torch.relu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+}
+SUITED = {"tanh": "Xavier", "relu": "He", "sigmoid": "Xavier"}
+"""The initialisation that each activation is usually given."""
 INITS: dict[str, Callable[[Tensor], object]] = {
     "normal, 0.02": lambda weight: nn.init.normal_(weight, std=0.02),
     "Xavier": nn.init.xavier_uniform_,
@@ -72,15 +78,20 @@ def through(decoder: Decoder) -> tuple[list[float], list[float]]:
 
 
 @torch.no_grad()
-def through_plain(init: Callable[[Tensor], object], activation: str) -> list[float]:
-    """After each layer `activation(weight @ x)`, without residual or norm, the root mean square."""
+def through_plain(
+    init: Callable[[Tensor], object], activation: str, *, centred: bool = False
+) -> list[float]:
+    """After each layer `activation(weight @ x)`, without residual or norm, the root mean square.
+
+    If `centred`, the mean of all tokens is subtracted first: what remains differs between tokens.
+    """
     torch.manual_seed(0)
     x, sizes = torch.randn(ROWS * SEQ, PLAIN_WIDTH), []
     for _ in range(LAYERS):
         weight = torch.empty(PLAIN_WIDTH, PLAIN_WIDTH)
         init(weight)
         x = ACTIVATIONS[activation](x @ weight.T)
-        sizes.append(rms(x))
+        sizes.append(rms(x - x.mean(dim=0) if centred else x))
     return sizes
 
 
@@ -158,7 +169,23 @@ def sections() -> list[Section]:
             "0.02 is too small for this width.",
             [
                 _chart(name, {init: through_plain(fill, name) for init, fill in INITS.items()})
-                for name in ACTIVATIONS
+                for name in ("tanh", "relu")
+            ],
+        ),
+        Section(
+            "What still differs between tokens",
+            "The same layers, but without the mean of all tokens, and each activation with the "
+            "initialisation that it is usually given. A sigmoid of zero is 1/2, so its outputs "
+            "keep their size. Its slope is at most 1/4, so the differences between tokens vanish "
+            "within a few layers, as gradients do on their way back.",
+            [
+                _chart(
+                    "differences between tokens",
+                    {
+                        f"{name}, {init}": through_plain(INITS[init], name, centred=True)
+                        for name, init in SUITED.items()
+                    },
+                )
             ],
         ),
         Section(

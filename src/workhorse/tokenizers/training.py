@@ -421,9 +421,9 @@ def _characters(config: CharactersConfig, pieces: Iterable[str]) -> Tokenizer:
 
 def _words(config: WordsConfig, pieces: Iterable[str]) -> Tokenizer:
     fixed = (config.unk, *config.special_names)
-    size = config.vocab_size or MAX_VOCAB_SIZE
+    size, special = config.vocab_size or MAX_VOCAB_SIZE, list(fixed)
     trainer = trainers.WordLevelTrainer(
-        vocab_size=size, special_tokens=list(fixed), show_progress=False
+        vocab_size=size, special_tokens=special, show_progress=False
     )
     # A word can have apostrophes and hyphens inside; any other character is a token.
     words = Regex(r"\w+(?:['’-]\w+)*|[^\w\s]")

@@ -72,7 +72,7 @@ def test_label_smoothing_is_that_of_pytorch(head: dict[str, object]) -> None:
 
 
 def test_label_smoothing_refuses_what_it_cannot_compute() -> None:
-    with pytest.raises(ConfigError, match="label_smoothing needs a head without a soft-cap"):
+    with pytest.raises(ConfigError, match="label_smoothing needs a head without cap; set"):
         NextTokenConfig(label_smoothing=0.1).build(model(head={"cap": 5.0}))
     with pytest.raises(ConfigError, match="label_smoothing has no effect with dft=true"):
         NextTokenConfig(label_smoothing=0.1, dft=True)

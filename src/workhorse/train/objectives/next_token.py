@@ -10,7 +10,6 @@ from workhorse.data import Batch
 from workhorse.nn import Decoder, HeadLoss, TokenLogprobs
 from workhorse.nn.logprobs import Logprobs, is_linear, shaping_of
 from workhorse.nn.products import widened
-from workhorse.nn.shapes import Hidden
 from workhorse.train.objectives.objective import (
     ModelObjective,
     ObjectiveConfig,
@@ -42,7 +41,7 @@ class NextTokenConfig(ObjectiveConfig):
 
     def model_post_init(self, _context: object) -> None:
         if self.dft and self.label_smoothing:
-            raise ConfigError("label_smoothing has no effect with dft=true; remove one of them")
+            raise ConfigError("label_smoothing has no effect with dft=true; remove it")
 
     def build(self, decoder: Decoder, team: Team = None) -> "NextToken | DynamicFineTuning":
         if self.label_smoothing:
@@ -88,7 +87,7 @@ class DynamicFineTuning(ModelObjective):
         super().__init__(decoder, TokenLogprobs(), team)
         self.z_loss = z_loss
 
-    def losses(self, x: Hidden, scores: Logprobs) -> Tensor:
+    def losses(self, x: Tensor, scores: Logprobs) -> Tensor:
         """Compute the loss of each target, (batch, seq); `x` is the input of the head."""
         return -scores.target * scores.target.detach().exp()
 
@@ -112,10 +111,10 @@ class LabelSmoothing(DynamicFineTuning):
     def __init__(self, decoder: Decoder, epsilon: float, z_loss: float, team: Team) -> None:
         super().__init__(decoder, z_loss, team)
         if not is_linear(decoder.head) or shaping_of(decoder.head).cap is not None:
-            raise ConfigError("label_smoothing needs a head without a soft-cap; set head.cap=null")
+            raise ConfigError("label_smoothing needs a head without cap; set model.head.cap=null")
         self.epsilon = epsilon
 
-    def losses(self, x: Hidden, scores: Logprobs) -> Tensor:
+    def losses(self, x: Tensor, scores: Logprobs) -> Tensor:
         head = self.decoder.head
         row = widened(head.proj.weight).mean(dim=0)  # its logit is the mean of all logits
         mean = (widened(self.logprobs.read(x, head)) * row).sum(dim=-1)

@@ -127,8 +127,8 @@ class Recipe(Config):
         smoothed = isinstance(objective, NextTokenConfig) and objective.label_smoothing > 0
         if divided and (objective.needs_all_logits or smoothed):
             raise ConfigError(
-                f"{divided[0]}={self.parallel.ways[divided[0]]} divides the logits, which the "
-                f"objective {self.train.objective.kind} needs together; use shard or context",
+                f"{divided[0]}={self.parallel.ways[divided[0]]} divides the logits that objective="
+                f"{objective.kind}{' with label_smoothing' * smoothed} needs; use shard or context",
                 "parallel",
             )
         return self

@@ -68,7 +68,7 @@ def test_a_text_may_have_a_validation_file_of_its_own(tmp_path: Path) -> None:
 def test_documents_of_a_text_are_what_a_separator_divides(
     tmp_path_factory: pytest.TempPathFactory, text: str, separator: str
 ) -> None:
-    """The file is read in blocks of 3 characters, so separators lie across their ends."""
+    """The file is read in blocks of 3 characters, so separators cross their ends."""
     path = tmp_path_factory.mktemp("text") / "a.txt"
     path.write_text(text + separator)
     corpus = {"kind": "text", "path": path, "documents": separator}

@@ -11,8 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from workhorse.config.base import read_yaml
+from workhorse.data import Batch
+from workhorse.nn import Decoder
+from workhorse.optim.groups import build_optimizer
 from workhorse.train import Recipe
 from workhorse.train.recipe.recipe import written_over
 
@@ -32,6 +38,125 @@ def test_every_recipe_can_be_read_and_says_what_it_reached(file):
     recipe = Recipe.from_dict(fields)
     assert recipe.name == file.stem
     assert re.search(r"\d", recipe.description), "no measured result"
+
+
+class PlainLayer(nn.Module):
+    """A layer of `recipes/nanogpt.yaml` or of `recipes/decoder-2017.yaml`, in plain PyTorch."""
+
+    def __init__(self, post_norm: bool, width: int, heads: int) -> None:
+        super().__init__()
+        self.post_norm, self.heads = post_norm, heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=post_norm)
+        self.down = nn.Linear(4 * width, width, bias=post_norm)
+        self.norms = nn.ModuleList(nn.LayerNorm(width, bias=post_norm) for _ in range(2))
+
+    def attend(self, x: Tensor) -> Tensor:
+        batch, seq, width = x.shape
+        q, k, v = (
+            part.view(batch, seq, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        scores = q @ k.mT / (width // self.heads) ** 0.5
+        later = torch.ones(seq, seq, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+    def feed(self, x: Tensor) -> Tensor:
+        return self.down((F.relu if self.post_norm else F.gelu)(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.norms
+        if self.post_norm:
+            x = first(x + self.attend(x))
+            return second(x + self.feed(x))
+        x = x + self.attend(first(x))
+        return x + self.feed(second(x))
+
+
+class PlainModel(nn.Module):
+    """The whole model of one of the two recipes, with the weights of our decoder."""
+
+    def __init__(self, ours: Decoder, post_norm: bool, heads: int = 4) -> None:
+        super().__init__()
+        state, width = ours.state_dict(), ours.config.d_model
+        self.post_norm = post_norm
+        self.tokens = nn.Parameter(state["embedding.tokens.weight"].clone())
+        self.places = nn.Parameter(state.get("embedding.positions.table.weight", torch.zeros(0)))
+        self.layers = nn.ModuleList(
+            PlainLayer(post_norm, width, heads) for _ in range(ours.config.n_layers)
+        )
+        self.norm = nn.Identity() if post_norm else nn.LayerNorm(width, bias=False)
+        for number, layer in enumerate(self.layers):
+            here = {
+                name.removeprefix(f"layers.{number}."): value
+                for name, value in state.items()
+                if name.startswith(f"layers.{number}.")
+            }
+            parts = [here.pop(f"attention.{one}_proj.weight") for one in "qkv"]
+            names = {
+                "attention.out_proj": "out",
+                "feed_forward.up_proj": "up",
+                "feed_forward.down_proj": "down",
+                "attention_norm": "norms.0",
+                "feed_forward_norm": "norms.1",
+            }
+            own = {"qkv.weight": torch.cat(parts)}
+            for name, value in here.items():
+                part, _, kind = name.rpartition(".")
+                own[f"{names[part]}.{kind}"] = value
+            layer.load_state_dict(own)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        seq, width = tokens.shape[1], self.tokens.shape[1]
+        if self.post_norm:
+            angles = torch.arange(seq)[:, None] / 10_000 ** (torch.arange(0, width, 2) / width)
+            waves = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)
+            x = self.tokens[tokens] * width**0.5 + waves
+        else:
+            x = self.tokens[tokens] + self.places[:seq]
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x) @ self.tokens.T
+
+
+@pytest.mark.parametrize("name", ["nanogpt", "decoder-2017"])
+def test_a_published_design_equals_plain_pytorch(name: str) -> None:
+    """Logits, loss and one update, with the weights of our model: nanoGPT's, and 1706.03762's."""
+    recipe = Recipe.from_dict(read_yaml(FOLDER / f"{name}.yaml"))
+    config, train, old = recipe.decoder_config(65), recipe.train, name == "decoder-2017"
+    torch.manual_seed(0)
+    ours = config.build()
+    plain = PlainModel(ours, post_norm=old)
+    rows = torch.randint(65, (3, train.seq_len + 1))
+    tokens, targets = rows[:, :-1], rows[:, 1:]
+    logits = plain(tokens)
+    torch.testing.assert_close(ours.eval()(tokens), logits)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.1 * old)
+    objective = train.objective.build(ours)
+    found = objective(Batch(tokens, targets, None, torch.zeros(3, dtype=torch.int64)))
+    torch.testing.assert_close(found.loss / found.count, loss)
+
+    (found.loss / found.count).backward()
+    loss.backward()
+    if train.grad_clip:
+        for model in (ours, plain):
+            nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip)
+    adam, rate = train.optimizer, (config.d_model * 4000) ** -0.5 if old else 1e-3
+    assert (adam.beta1, adam.beta2, adam.eps) == ((0.9, 0.98, 1e-9) if old else (0.9, 0.95, 1e-8))
+    with torch.no_grad():  # Adam's first update, with weight decay of matrices
+        for weight in plain.parameters():
+            gradient = weight.grad if weight.grad is not None else torch.zeros_like(weight)
+            weight.mul_(1 - rate * (0.1 if weight.ndim > 1 and not old else 0))
+            weight.sub_(rate * gradient / (gradient.abs() + adam.eps))
+    build_optimizer(ours, train.optimizer).step(1.0)
+    torch.testing.assert_close(ours(tokens), plain(tokens))
+    if not old:  # GPT-2's initial weights
+        for weight, values in config.build().named_parameters():
+            small = weight.endswith(("out_proj.weight", "down_proj.weight"))
+            expected = 0 if "norm" in weight else 0.02 / 8**0.5 if small else 0.02
+            assert values.std().item() == pytest.approx(expected, rel=0.05)
 
 
 KNOWN = "`Lock` is a class of `threading`. A lock that is not reentrant."

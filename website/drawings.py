@@ -5,12 +5,18 @@ The numbers of a matrix or of slopes are those that the page prints, so text and
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+import torch
+
+from workhorse.nn.positions.absolute import SinusoidalPositions, alibi_slopes
+from workhorse.nn.positions.rope import inverse_powers
 
 COURSE = Path(__file__).parent.parent / "docs" / "course"
 INK, SOFT, ACCENT = "#1a1d24", "#5b6472", "#2563eb"
-COLORS = (ACCENT, "#e8590c", "#0f766e", "#7c3aed")
+COLORS = (ACCENT, "#e8590c", "#0f766e", "#7c3aed", "#be185d", "#854d0e", "#334155")
 CELL, EDGE = 34, 70
 
 
@@ -118,6 +124,118 @@ def slopes(values: Sequence[float], far: int) -> str:
     return svg(left + width + 70, top + height + 54, parts(), "Biases of ALiBi: a slope per head")
 
 
+def waves(positions: int, width: int) -> str:
+    """The table of sinusoidal positions: a row per feature, a column per position."""
+    left, top, cell, height = 90, 40, 6, 6
+    table = SinusoidalPositions(width).vectors(torch.arange(positions)[None])[0].tolist()
+
+    def parts() -> Iterator[str]:
+        for position in range(0, positions + 1, 16):
+            yield text(left + cell * position, top - 10, str(position))
+        yield text(left - 10, top - 10, "position", "end")
+        for feature in range(width):
+            y = top + height * feature
+            if feature % 8 == 0:
+                yield text(left - 10, y + height + 4, f"feature {feature}", "end")
+        shaded = defaultdict[float, str](str)  # a path for each shade, so that the file is small
+        for position, row in enumerate(table):
+            for feature, value in enumerate(row):
+                at = f"M{left + cell * position} {top + height * feature}"
+                shaded[round(value, 1)] += f"{at}h{cell}v{height}h-{cell}z"
+        for value, path in sorted(shaded.items()):
+            color = ACCENT if value > 0 else COLORS[1]
+            yield f'<path d="{path}" fill="{color}" fill-opacity="{abs(value):.1f}"/>'
+        below = top + height * width + 22
+        yield text(left, below, "1", "start", ACCENT)
+        yield text(left + 14, below, "and", "start")
+        yield text(left + 44, below, "−1", "start", COLORS[1])
+
+    title = "Sinusoidal positions: fast waves in the first features, slow ones in the last"
+    return svg(left + cell * positions + 20, top + height * width + 34, parts(), title)
+
+
+def lines(
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    title: str,
+    below: str,
+    marks: Sequence[float],
+    heights: Sequence[float],
+) -> str:
+    """A line per name through points (x, y); `marks` of the x axis are equally far apart."""
+    left, top, width, height = 60, 20, 400, 180
+    lowest, highest = min(heights), max(heights)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        after = max(index for index, mark in enumerate(marks) if x >= mark)
+        after = min(after, len(marks) - 2)
+        share = (x - marks[after]) / (marks[after + 1] - marks[after])
+        across = left + width * (after + share) / (len(marks) - 1)
+        return across, top + height * (highest - y) / (highest - lowest)
+
+    def parts() -> Iterator[str]:
+        for mark in marks:
+            yield text(place(mark, lowest)[0], top + height + 20, f"{mark:g}")
+        yield text(left + width / 2, top + height + 40, below)
+        for value in heights:
+            y = place(marks[0], value)[1]
+            yield f'<path d="M{left},{y:.1f}h{width}" stroke="#e4e7ec"/>'
+            yield text(left - 8, y + 4, f"{value:g}".replace("-", "−"), "end")
+        ends: list[float] = []
+        for (name, points), color in zip(curves.items(), COLORS, strict=False):
+            path = "L".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
+            yield f'<path d="M{path}" fill="none" stroke="{color}" stroke-width="2"/>'
+            y = place(*points[-1])[1]
+            while any(abs(y - other) < 15 for other in ends):  # noqa: PLR2004 (height of a name)
+                y -= 15
+            ends.append(y)
+            yield text(left + width + 8, y + 4, name, "start", color)
+
+    return svg(left + width + 130, top + height + 54, parts(), title)
+
+
+def decays() -> dict[str, str]:
+    """How the weight of a key falls with its distance: RoPE's similarity, ALiBi's factor."""
+    marks = (0, 32, 64, 96, 128)
+    distances = torch.arange(129.0)
+    angles = {
+        f"theta {theta:,}": torch.outer(inverse_powers(theta, 64, distances.device), distances)
+        for theta in (100, 10_000, 500_000)
+    }
+    similar = {name: of_pairs.cos().mean(dim=0) for name, of_pairs in angles.items()}
+    factors = {
+        f"head {head}": torch.exp(-slope * distances) for head, slope in enumerate(alibi_slopes(4))
+    }
+    titles = {
+        "rope-decay.svg": "RoPE: the score of equal vectors falls and swings with their distance",
+        "alibi-decay.svg": "ALiBi: the factor on a weight falls exponentially with the distance",
+    }
+    drawn = zip(titles.items(), (similar, factors), ((-0.5, 0, 0.5, 1), (0, 0.5, 1)), strict=True)
+    return {
+        file: lines(
+            {name: list(enumerate(values.tolist())) for name, values in curves.items()},
+            title,
+            "distance from query to key",
+            marks,
+            heights,
+        )
+        for (file, title), curves, heights in drawn
+    }
+
+
+LONGER = "../longer-contexts.svg"
+
+
+def losses() -> dict[str, list[tuple[float, float]]]:
+    """The losses by context length in the tables of docs/longer-contexts.md."""
+    page = (COURSE.parent / "longer-contexts.md").read_text("utf-8")
+    lengths = [float(one) for one in re.findall(r"\| variant \|(.*)\|\n", page)[0].split("|")]
+    rows = re.findall(r"^\| `(.*?)` \|([\d. |]+)\|$", page, re.MULTILINE)
+    return {
+        name: list(zip(lengths, map(float, values.split("|")), strict=True))
+        for name, values in rows
+    }
+
+
 def drawings() -> dict[str, str]:
     """The pictures, by file name."""
     rings = numbers("02b-attention-derived.md", "tensor([[0.35")
@@ -139,6 +257,15 @@ def drawings() -> dict[str, str]:
         ),
         "rotation.svg": arrows(positions=7, pairs=4, theta=10_000),
         "alibi.svg": slopes(biases, far=16),
+        "sinusoidal.svg": waves(positions=80, width=32),
+        **decays(),
+        LONGER: lines(
+            losses(),
+            "Held-out loss by context length, trained at 128 tokens",
+            "context length in tokens",
+            (128, 256, 512, 1024),
+            (3.5, 3.6, 3.7, 3.8, 3.9, 4.0, 4.1),
+        ),
     }
 
 

@@ -80,7 +80,9 @@ def test_a_recipe_names_the_teacher_in_a_folder(tmp_path: Path, make_recipe) -> 
     with pytest.raises(ConfigError, match=r"train\.objective\.teacher"):
         DistillConfig(teacher=str(tmp_path / "none")).build(model())
     fields = make_recipe(objective=config.to_dict()).to_dict()
-    with pytest.raises(ConfigError, match="tensor=2 divides the logits, which the objective"):
+    with pytest.raises(
+        ConfigError, match="tensor=2 divides the logits that objective=distill needs"
+    ):
         Recipe.from_dict({**fields, "parallel": {"tensor": 2}})
 
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.train.conftest import MakeRecipe
 from tests.train.objectives.data import assert_same, logprobs, model, rows
 from workhorse.config.base import ConfigError
 from workhorse.data import Batch
 from workhorse.nn import IGNORE
+from workhorse.train import Recipe
 from workhorse.train.objectives.next_token import NextTokenConfig
 
 
@@ -71,8 +73,11 @@ def test_label_smoothing_is_that_of_pytorch(head: dict[str, object]) -> None:
     torch.testing.assert_close(objective(batch).figures["loss"], plain.detach())
 
 
-def test_label_smoothing_refuses_what_it_cannot_compute() -> None:
+def test_label_smoothing_refuses_what_it_cannot_compute(make_recipe: MakeRecipe) -> None:
     with pytest.raises(ConfigError, match="label_smoothing needs a head without cap; set"):
         NextTokenConfig(label_smoothing=0.1).build(model(head={"cap": 5.0}))
     with pytest.raises(ConfigError, match="label_smoothing has no effect with dft=true"):
         NextTokenConfig(label_smoothing=0.1, dft=True)
+    fields = make_recipe(objective={"kind": "next_token", "label_smoothing": 0.1}).to_dict()
+    with pytest.raises(ConfigError, match="objective=next_token with label_smoothing needs"):
+        Recipe.from_dict({**fields, "parallel": {"pipeline": 2}})

@@ -11,10 +11,10 @@ from tests.train.conftest import MODEL
 from workhorse.execute.native_training.attention import TrainingSdpa, replace_attention
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.kernels import Scoring, Sdpa
+from workhorse.nn.surgery import as_subclass
 from workhorse.optim.adamw import AdamW, AdamWConfig
 from workhorse.optim.master_weights import MasterWeights, round_weights, split
 from workhorse.optim.muon import Muon, MuonConfig
-from workhorse.transforms.record import as_subclass
 
 pytestmark = needs("training")
 

@@ -21,8 +21,8 @@ from workhorse.nn.attention.self_attention import SelfAttention, split_heads
 from workhorse.nn.cache.paged_view import PackedView, PagedView
 from workhorse.nn.context import context_alone
 from workhorse.nn.norms import NormFacts, RMSNorm, RMSNormMultipliedFirst
+from workhorse.nn.surgery import as_subclass, replace_modules
 from workhorse.transforms.quantization import QuantizedLinear, quantize
-from workhorse.transforms.record import as_subclass, replace_modules
 
 
 class CentredRMSNorm(RMSNormMultipliedFirst):

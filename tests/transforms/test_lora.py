@@ -12,6 +12,7 @@ from tests.parity.reference import VOCAB, make, quiet
 from workhorse.config.base import ConfigError
 from workhorse.nn.experts.mixture import GroupedLinear, group_sorted
 from workhorse.nn.experts.router import Float32Linear
+from workhorse.nn.surgery import as_subclass
 from workhorse.transforms.adapters import adapter_parameters, add_adapter
 from workhorse.transforms.lora import (
     ADAPTED,
@@ -22,7 +23,6 @@ from workhorse.transforms.lora import (
     merged_weight,
 )
 from workhorse.transforms.quantization import QuantizedGroupedLinear, QuantizedLinear
-from workhorse.transforms.record import as_subclass
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"rank": 3, "alpha": 5},

@@ -21,9 +21,9 @@ from workhorse.execute.native_training.vocabulary import replace_embeddings
 from workhorse.execute.training import checkpoint_activations
 from workhorse.models.families.llama import llama
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.surgery import as_subclass, mixin_class, replace_modules
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.transforms.quantization import QuantizedLinear, quantize
-from workhorse.transforms.record import as_subclass, mixin_class, replace_modules
 
 SOME = COVERING[:12]
 TRANSFORMS: dict[str, Callable[[nn.Module], object]] = {
@@ -103,7 +103,7 @@ def test_a_module_of_a_combined_class_is_unpickled_in_another_process() -> None:
 import pickle, sys
 from torch import nn
 from tests.transforms.test_replace import Negated, Other
-from workhorse.transforms.record import mixin_class
+from workhorse.nn.surgery import mixin_class
 mixin_class("Minus", Negated, Other.Linear)  # has the name that nn.Linear's had
 made = pickle.load(sys.stdin.buffer)
 assert type(made) is mixin_class("Minus", Negated, nn.Linear)

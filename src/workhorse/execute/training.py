@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from workhorse.nn import Decoder
 from workhorse.nn.logprobs import HeadLoss, Shaping, TokenLogprobs, score
-from workhorse.nn.watched import Watch
-from workhorse.transforms.record import as_subclass, mixin_class, replace_modules
+from workhorse.nn.surgery import Watch, as_subclass, mixin_class, replace_modules
 
 
 class Checkpointed(nn.Module):

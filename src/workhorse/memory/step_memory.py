@@ -31,10 +31,10 @@ from workhorse.models.describe import components_of, tensors_of
 from workhorse.nn import Decoder, DecoderConfig, TokenLogprobs
 from workhorse.nn.attention.kernels import Sdpa
 from workhorse.nn.shapes import AttentionOutput, Keys, Queries, Values
+from workhorse.nn.surgery import as_subclass, replace_modules
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.stages import one_forward_one_backward
 from workhorse.parallel.division.teams import absent_teams
-from workhorse.transforms.record import as_subclass, replace_modules
 
 if TYPE_CHECKING:
     from workhorse.train.recipe.training import TrainConfig

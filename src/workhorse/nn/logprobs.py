@@ -29,7 +29,7 @@ from workhorse.nn.products import (
     widened,
 )
 from workhorse.nn.shapes import Hidden, Logits, Tokens
-from workhorse.nn.watched import watched
+from workhorse.nn.surgery import watched
 
 IGNORE = -100
 """The target id of positions that are ignored."""

@@ -13,15 +13,10 @@ from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.nn.experts.router import ALWAYS_FLOAT32
 from workhorse.nn.init import undrawn
+from workhorse.nn.surgery import as_subclass
 from workhorse.transforms.lora import ADAPTED, Adapted, LoraConfig, ends_with, merged_weight
 from workhorse.transforms.quantization import QuantizedWeight
-from workhorse.transforms.record import (
-    as_subclass,
-    check,
-    record,
-    shares_weights,
-    transforms_of,
-)
+from workhorse.transforms.record import check, record, shares_weights, transforms_of
 
 
 @torch.no_grad()

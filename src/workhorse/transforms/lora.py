@@ -23,13 +23,13 @@ from workhorse.config.base import Config, ConfigError
 from workhorse.nn.experts.mixture import GroupedLinear, Groups
 from workhorse.nn.experts.router import Float32Linear
 from workhorse.nn.products import wide, without_autocast
+from workhorse.nn.surgery import as_subclass
 from workhorse.transforms.quantization import (
     QuantizedGroupedLinear,
     QuantizedLinear,
     QuantizedWeight,
     row_blocks,
 )
-from workhorse.transforms.record import as_subclass
 
 Name = Annotated[str, Field(min_length=1)]
 Value = TypeVar("Value")

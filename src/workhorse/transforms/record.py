@@ -1,18 +1,13 @@
-"""Record the transforms that were applied to a model, and replace modules in a transform.
+"""Record the transforms that were applied to a model.
 
 A transform, such as quantisation, changes the results of a model. In contrast, a body
 (`workhorse.execute`) is a copy of a model that only executes it differently. A decoder stores the
 list of its transforms, and keeps it when it is copied, wrapped or saved. `group_heads` and
 `quantize` call `check` before they change a model, and `record` afterwards.
-
-To change a module, a transform replaces it by a module of a subclass with the same parameters,
-children and hooks. So parameter names and sharing stay, and `print(model)` shows the new class.
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 from torch import nn
 
@@ -132,85 +127,3 @@ def _holders(root: nn.Module) -> list[nn.Module]:
     """The decoders in a module, or the module itself if it has none."""
     decoders = [part for part in root.modules() if isinstance(part, Decoder)]
     return [*decoders] or [root]
-
-
-Module = TypeVar("Module", bound=nn.Module)
-Root = TypeVar("Root", bound=nn.Module)
-
-
-def as_subclass(module: nn.Module, kind: type[Module], **options: Any) -> Module:
-    """Create a module of a subclass, with the parameters, children and hooks of a given module.
-
-    Args:
-        module: the module to replace. Do not use it afterwards: the new module shares its state.
-        kind: a subclass of the module's class. Its `__init__` is not called.
-        options: additional attributes of the new module.
-    """
-    made = kind.__new__(kind)
-    vars(made).update(vars(module))
-    for name, value in options.items():
-        setattr(made, name, value)
-    return made
-
-
-@functools.cache
-def mixin_class(prefix: str, change: type[Module], kind: type[nn.Module]) -> type[Module]:
-    """Create the class that inherits from a mixin and `kind`.
-
-    The new class has equal `__name__` and `__qualname__` and is an attribute of this Python module,
-    because PyTorch 2.11 cannot compile its modules otherwise. Unpickling creates the class again.
-
-    Args:
-        prefix: the beginning of the new class's name, before the name of `kind`.
-        change: the mixin, whose methods call `super()`.
-        kind: the class to change.
-    """
-    name = f"{prefix}{kind.__name__}"
-    while name in _MADE:  # taken by a class of the same name from another module
-        name += "_"
-
-    def reduce(self: nn.Module) -> tuple[object, ...]:
-        return _unmade, (prefix, change, kind), self.__getstate__()
-
-    made = type(name, (change, kind), {"__module__": __name__, "__reduce__": reduce})
-    _MADE[name] = made
-    return cast(type[Module], made)
-
-
-_MADE: dict[str, type[nn.Module]] = {}
-"""Classes that `mixin_class` created, by name."""
-
-
-def __getattr__(name: str) -> type[nn.Module]:
-    """Find a class that `mixin_class` created, as an attribute of this Python module."""
-    if name in _MADE:
-        return _MADE[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _unmade(prefix: str, change: type[Module], kind: type[nn.Module]) -> Module:
-    """Create an empty module of the class that `mixin_class` returns; unpickling sets its state."""
-    made = mixin_class(prefix, change, kind)
-    return made.__new__(made)
-
-
-def replace_modules(root: Root, choose: Callable[[nn.Module], nn.Module]) -> Root:
-    """Replace each module of a tree, including the root, by the one chosen for it.
-
-    A module with several names is replaced under all its names.
-
-    Args:
-        root: root of the tree. Its descendants are replaced in place.
-        choose: called once with each module; returns the replacement, or the same module to keep
-            it.
-
-    Returns:
-        The replacement of the root.
-    """
-    chosen: dict[nn.Module, nn.Module] = {}
-    for name, module in list(root.named_modules(remove_duplicate=False)):
-        if module not in chosen:
-            chosen[module] = choose(module)
-        if name and chosen[module] is not module:
-            root.set_submodule(name, chosen[module])
-    return cast(Root, chosen[root])

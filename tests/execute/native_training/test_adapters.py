@@ -20,11 +20,11 @@ from workhorse.execute.native_training.adapters import NativeLoraLinear, replace
 from workhorse.execute.native_training.feedforward import Gemm, NativeLinear, replace_linear
 from workhorse.native import Operators
 from workhorse.nn import DecoderConfig
+from workhorse.nn.surgery import as_subclass
 from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.step.build import build_step
 from workhorse.transforms.adapters import adapted_layers, adapter_parameters, add_adapter
 from workhorse.transforms.lora import ADAPTED, LoraConfig
-from workhorse.transforms.record import as_subclass
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from workhorse.execute.native_training.norms import NativePreNorm
 from workhorse.execute.training import checkpoint_activations
 from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.transforms.record import replace_modules
+from workhorse.nn.surgery import replace_modules
 
 pytestmark = [needs("training"), needs("vectors")]
 

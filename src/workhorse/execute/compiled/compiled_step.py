@@ -33,8 +33,8 @@ from workhorse.execute.compiled.fixed_step import FixedStepDecoder, Variant, che
 from workhorse.native.build import sources_digest
 from workhorse.nn import Decoder
 from workhorse.nn.cache.fixed import CacheTensors
-from workhorse.nn.watched import Held, Watch
-from workhorse.transforms.record import as_subclass, transforms_of
+from workhorse.nn.surgery import Held, Watch, as_subclass
+from workhorse.transforms.record import transforms_of
 
 if TYPE_CHECKING:
     from workhorse.execute.compiled.step_compiler import Program

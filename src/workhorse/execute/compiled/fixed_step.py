@@ -26,8 +26,7 @@ from workhorse.nn.cache.fixed import CacheTensors, FixedCache, Layout, layout_of
 from workhorse.nn.cache.paged import EMPTY
 from workhorse.nn.cache.paged_view import PagedView
 from workhorse.nn.cache.view import CacheView
-from workhorse.nn.watched import Held, Watch
-from workhorse.transforms.record import as_subclass, mixin_class
+from workhorse.nn.surgery import Held, Watch, as_subclass, mixin_class
 
 
 class Variant(NamedTuple):

@@ -22,7 +22,7 @@ from workhorse.nn.attention.masks import AttentionPattern, Placement
 from workhorse.nn.attention.self_attention import SelfAttention
 from workhorse.nn.cache.paged import InBlocks
 from workhorse.nn.shapes import AttentionOutput, Keys, Queries, Values
-from workhorse.transforms.record import as_subclass, replace_modules
+from workhorse.nn.surgery import as_subclass, replace_modules
 
 
 def attend_natively(decoder: Decoder, decoding: Decoding) -> None:

@@ -27,9 +27,8 @@ from workhorse.nn.cache.fixed import tensors_of
 from workhorse.nn.cache.paged_view import PackedView, PagedView
 from workhorse.nn.cache.view import CacheView
 from workhorse.nn.embedding import batch_and_seq, look_up
-from workhorse.nn.watched import Held, Watch
+from workhorse.nn.surgery import Held, Watch, as_subclass
 from workhorse.transforms.lora import Adapted
-from workhorse.transforms.record import as_subclass
 
 MAX_TOKENS = 256
 """Maximum number of new tokens of a step, summed over sequences. For more, it is faster to run the

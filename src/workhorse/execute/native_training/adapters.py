@@ -9,9 +9,8 @@ from torch.autograd.function import once_differentiable
 from workhorse.execute.native_training.feedforward import Gemm, NativeLinear
 from workhorse.native.matrix_unit import rows
 from workhorse.native.vectors import Sum
-from workhorse.nn.watched import watched
+from workhorse.nn.surgery import as_subclass, replace_modules, watched
 from workhorse.transforms.lora import Adapted, LoraLinear, LowRank
-from workhorse.transforms.record import as_subclass, replace_modules
 
 
 class NativeLoraLinear(Adapted, NativeLinear):

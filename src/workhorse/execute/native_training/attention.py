@@ -11,8 +11,7 @@ from workhorse.execute.native_training.feedforward import Gemm, is_plain, severa
 from workhorse.native import Decoding, Training
 from workhorse.nn.attention.grouped import Attention
 from workhorse.nn.attention.kernels import Sdpa
-from workhorse.nn.watched import watched
-from workhorse.transforms.record import as_subclass, replace_modules
+from workhorse.nn.surgery import as_subclass, replace_modules, watched
 
 BLOCK = 16
 """Keys in a block of the layout that the operator of decoding reads."""

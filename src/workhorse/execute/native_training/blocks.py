@@ -34,8 +34,7 @@ from workhorse.nn.attention.grouped import Attention
 from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context, context_alone
 from workhorse.nn.elementwise import Sum, Unchanged
-from workhorse.nn.watched import watched
-from workhorse.transforms.record import as_subclass, replace_modules
+from workhorse.nn.surgery import as_subclass, replace_modules, watched
 
 
 class NativeBlock(NativePreNorm):

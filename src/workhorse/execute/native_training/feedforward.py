@@ -19,8 +19,7 @@ from workhorse.native.vectors import Sum
 from workhorse.nn.embedding import Head
 from workhorse.nn.feedforward import Gated, GatedMlp, Mlp
 from workhorse.nn.products import product
-from workhorse.nn.watched import watched
-from workhorse.transforms.record import as_subclass, replace_modules
+from workhorse.nn.surgery import as_subclass, replace_modules, watched
 
 ON_UNIT = {"highest": (torch.bfloat16,), "high": (torch.bfloat16, torch.float32)}
 """The dtypes that the matrix unit multiplies, by the precision that is set for float32 gemms."""

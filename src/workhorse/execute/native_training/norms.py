@@ -14,8 +14,7 @@ from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context
 from workhorse.nn.elementwise import Sum
 from workhorse.nn.products import autocast_dtype
-from workhorse.nn.watched import watched
-from workhorse.transforms.record import as_subclass, mixin_class, replace_modules
+from workhorse.nn.surgery import as_subclass, mixin_class, replace_modules, watched
 
 TYPES = (torch.bfloat16, torch.float32)
 

@@ -11,7 +11,7 @@ from workhorse.native import Training
 from workhorse.nn.embedding import Head
 from workhorse.nn.logprobs import WHOLE, HeadLoss, Shaping, TokenLogprobs
 from workhorse.nn.products import Multiply, product
-from workhorse.transforms.record import as_subclass, mixin_class, replace_modules
+from workhorse.nn.surgery import as_subclass, mixin_class, replace_modules
 
 
 class Float32SumEmbedding(nn.Embedding):

@@ -19,9 +19,9 @@ from workhorse.nn.embedding import Head
 from workhorse.nn.logprobs import Matrix, Terms
 from workhorse.nn.products import wide
 from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
+from workhorse.nn.surgery import as_subclass, mixin_class, replace_modules
 from workhorse.parallel.config import share_of
 from workhorse.parallel.processes.group import Group, with_gradient
-from workhorse.transforms.record import as_subclass, mixin_class, replace_modules
 
 
 class Turn(NamedTuple):

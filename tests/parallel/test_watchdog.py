@@ -6,17 +6,17 @@ import threading
 
 import pytest
 
-from workhorse.parallel.processes.group import HANGS, Group, watched
+from workhorse.parallel.processes.group import HANGS, Group, watchdog
 
 HANGING = """
 import time
 from workhorse.parallel.processes.group import Group
-from workhorse.parallel.processes.group import watched
+from workhorse.parallel.processes.group import watchdog
 
 def wait_for_nobody():
     time.sleep(600)
 
-with watched(Group(1, 3), 1) as progress:
+with watchdog(Group(1, 3), 1) as progress:
     for _ in range(5):
         time.sleep(0.25)
         progress()
@@ -38,7 +38,7 @@ def test_a_process_that_hangs_says_where_and_ends() -> None:
 
 @pytest.mark.parametrize("group", [Group(), Group(0, 2)])
 def test_after_the_last_step_nothing_is_watched(group: Group) -> None:
-    with watched(group, 60) as progress:
+    with watchdog(group, 60) as progress:
         assert watching() == (group.size > 1)
         progress()
     assert not watching()

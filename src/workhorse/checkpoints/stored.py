@@ -240,7 +240,7 @@ def _run_of(adapter: Path) -> RunDirectory:
 Found = TypeVar("Found")
 
 
-class Held(NamedTuple):
+class WeightSize(NamedTuple):
     """Number of elements and bytes of the stored weights of one dtype."""
 
     numbers: int
@@ -254,7 +254,7 @@ def bytes_on_disk(stored: StoredModel) -> int:
     return _in_folder(stored, _bytes) or 0
 
 
-def weights_on_disk(stored: StoredModel) -> dict[str, Held]:
+def weights_on_disk(stored: StoredModel) -> dict[str, WeightSize]:
     """Sum up a model's weight files: elements and bytes by dtype name, the most bytes first.
 
     The result is empty if there are no weights.
@@ -262,9 +262,9 @@ def weights_on_disk(stored: StoredModel) -> dict[str, Held]:
     Raises:
         WorkhorseError: a header is damaged.
     """
-    found: dict[str, Held] = defaultdict(lambda: Held(0, 0))
+    found: dict[str, WeightSize] = defaultdict(lambda: WeightSize(0, 0))
     for kind, numbers, size in _tensors(stored):
-        found[kind] = Held(found[kind].numbers + numbers, found[kind].bytes + size)
+        found[kind] = WeightSize(found[kind].numbers + numbers, found[kind].bytes + size)
     return dict(sorted(found.items(), key=lambda item: -item[1].bytes))
 
 

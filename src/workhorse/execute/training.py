@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from workhorse.nn import Decoder
 from workhorse.nn.logprobs import HeadLoss, Shaping, TokenLogprobs, score
-from workhorse.nn.surgery import Watch, as_subclass, mixin_class, replace_modules
+from workhorse.nn.surgery import HookWatch, as_subclass, mixin_class, replace_modules
 
 
 class Checkpointed(nn.Module):
@@ -33,7 +33,7 @@ def checkpoint_activations(decoder: Decoder) -> None:
 class Compiled(nn.Module):
     """A mixin for compiled layers. A layer with hooks added after compilation runs uncompiled."""
 
-    watch: Watch
+    watch: HookWatch
 
     def __call__(self, *inputs: Any) -> Any:
         # The compiler does not check for hooks that were registered after it compiled.
@@ -50,7 +50,7 @@ def compile_layers(decoder: Decoder) -> None:
     """
     for name, layer in list(decoder.layers.named_children()):
         kind = mixin_class("Compiled", Compiled, type(layer))
-        compiled = as_subclass(layer, kind, watch=Watch(layer.modules(), from_now=True))
+        compiled = as_subclass(layer, kind, watch=HookWatch(layer.modules(), from_now=True))
         compiled.compile()
         decoder.layers.set_submodule(name, compiled)
 

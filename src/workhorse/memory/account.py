@@ -15,7 +15,7 @@ def is_of_layer(name: str) -> bool:
     return name.startswith(LAYER)
 
 
-Held = dict[Kind, dict[Place, int]]
+BytesByPlace = dict[Kind, dict[Place, int]]
 
 
 class Moment(NamedTuple):
@@ -156,7 +156,7 @@ def _whole_by_part(places: Mapping[Place, int], expert: int) -> Counter[str]:
 
 
 def account(
-    held: Held, activations: dict[str, int], peak: Moment, room: int | None
+    held: BytesByPlace, activations: dict[str, int], peak: Moment, room: int | None
 ) -> dict[str, Any]:
     """Summarise the memory of a step as plain data: between steps, activations and peak.
 
@@ -183,7 +183,7 @@ def account(
 
 
 def _grouped(
-    held: Held, names: Callable[[Kind, Place], tuple[str, str]]
+    held: BytesByPlace, names: Callable[[Kind, Place], tuple[str, str]]
 ) -> dict[str, dict[str, int]]:
     """Sum bytes under the two names that `names` gives for a kind and a place."""
     sizes: dict[str, Counter[str]] = defaultdict(Counter)

@@ -12,7 +12,7 @@ import torch
 
 from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.checkpoints.runs.run_directory import RunDirectory
-from workhorse.checkpoints.stored import Held, StoredModel, bytes_on_disk, weights_on_disk
+from workhorse.checkpoints.stored import StoredModel, WeightSize, bytes_on_disk, weights_on_disk
 from workhorse.devices.memory import available, check_fits, free_memory, size
 from workhorse.devices.names import dtype_name, training_dtype
 from workhorse.devices.tape import without_data
@@ -129,7 +129,7 @@ def check_stored(
         check_fits(total // codes_per_byte, device, f"{stored.path}, quantised,", REMEDY)
         return
     if device.type == "cpu" and not isinstance(stored, RunDirectory):
-        total -= weights_on_disk(stored).get(dtype_name(dtype), Held(0, 0)).numbers
+        total -= weights_on_disk(stored).get(dtype_name(dtype), WeightSize(0, 0)).numbers
     what = f"{stored.path} with its weights in {dtype_name(dtype)}"
     check_fits(max(total, 0) * dtype.itemsize, device, what, REMEDY)
 

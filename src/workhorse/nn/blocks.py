@@ -21,7 +21,7 @@ from workhorse.nn.norms import NormConfig
 from workhorse.nn.positions.rope import RopeConfig
 from workhorse.nn.shapes import Hidden
 
-Room = TypeVar("Room")
+Storage = TypeVar("Storage")
 
 
 def _kind_of_attention(given: Any) -> str | None:
@@ -118,7 +118,7 @@ class Block(nn.Module, ABC):
         entry = cache.inputs.get("feed_forward") if cache else None
         return self.feed_forward(self.feed_forward_convolution(x, context, entry))
 
-    def cache_stores(self, cache: Layers[Room]) -> list[Room]:
+    def cache_stores(self, cache: Layers[Storage]) -> list[Storage]:
         """Create this layer's storage in a cache: for the attention, then for each convolution.
 
         Each element is a cache entry, or a store of a paged cache; see `Layers.layer`.

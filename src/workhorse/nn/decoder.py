@@ -28,7 +28,7 @@ from workhorse.nn.norms import NoNormConfig, NormConfig
 from workhorse.nn.positions.absolute import OF_PARTS, LearnedPositionConfig
 from workhorse.nn.shapes import Hidden, Logits, NextLogits, Positions, Tokens
 
-Room = TypeVar("Room")
+Storage = TypeVar("Storage")
 
 
 class DecoderConfig(Config):
@@ -251,9 +251,9 @@ class Decoder(nn.Module):
         cache.stores = self.cache_stores(cache)
         return PagedView(cache, [cache.new_sequence() for _ in range(batch)], capacity)
 
-    def cache_stores(self, cache: Layers[Room]) -> list[Room]:
+    def cache_stores(self, cache: Layers[Storage]) -> list[Storage]:
         """Create the storage of all layers in a cache, in order; see `Block.cache_stores`."""
-        return [room for layer in self._blocks() for room in layer.cache_stores(cache)]
+        return [store for layer in self._blocks() for store in layer.cache_stores(cache)]
 
     def next_logits_packed(
         self, tokens: Tokens, index: Sequence[int], cache: PackedView

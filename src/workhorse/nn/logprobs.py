@@ -29,7 +29,7 @@ from workhorse.nn.products import (
     widened,
 )
 from workhorse.nn.shapes import Hidden, Logits, Tokens
-from workhorse.nn.surgery import watched
+from workhorse.nn.surgery import has_hooks
 
 IGNORE = -100
 """The target id of positions that are ignored."""
@@ -405,7 +405,7 @@ def is_linear(head: Head) -> bool:
         and type(head.proj) is nn.Linear
         and type(head.multiply) in (nn.Identity, Multiplier)
         and type(head.cap) in (nn.Identity, SoftCap)
-        and not watched(*parts)
+        and not has_hooks(*parts)
     )
 
 

@@ -102,7 +102,7 @@ def replace_modules(root: Root, choose: Callable[[nn.Module], nn.Module]) -> Roo
     return cast(Root, chosen[root])
 
 
-def watched(*parts: nn.Module) -> bool:
+def has_hooks(*parts: nn.Module) -> bool:
     """True if any of these modules has a hook, or if PyTorch has a global module hook.
 
     Code that computes several modules at once, without calling them, must check this first.
@@ -110,8 +110,8 @@ def watched(*parts: nn.Module) -> bool:
     return bool(modules._has_any_global_hook()) or any(_hooks_of(parts))
 
 
-class Watch:
-    """Repeats the check `watched` for the same modules, at low cost.
+class HookWatch:
+    """Repeats the check `has_hooks` for the same modules, at low cost.
 
     The modules are inspected again only if a hook was registered anywhere since the last check.
 
@@ -139,7 +139,7 @@ class Watch:
         return False
 
 
-class Held:
+class Members:
     """Remembers the submodules, parameters and buffers of a module, to detect replaced ones."""
 
     def __init__(self, root: nn.Module) -> None:

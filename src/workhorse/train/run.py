@@ -16,7 +16,7 @@ from workhorse.files.writing import TAKES_NO_MORE, refusal
 from workhorse.models.describe import count_parameters
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.parallel.processes.group import Group, watched
+from workhorse.parallel.processes.group import Group, watchdog
 from workhorse.parallel.processes.world import World, join_processes
 from workhorse.train.assembly import assemble
 from workhorse.train.check import check_recipe, recipe_warnings
@@ -190,7 +190,7 @@ def _train(
 def _get_through(loop: Loop, signals: StopSignals, patience: float) -> bool:
     """Run a loop; return True at its end or after a signal, False after a loss spike."""
     try:
-        with signals, watched(loop.world, patience) as progress:
+        with signals, watchdog(loop.world, patience) as progress:
             return loop.run(signals, progress)
     finally:
         loop.metrics.close()

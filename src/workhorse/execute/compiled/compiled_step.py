@@ -33,7 +33,7 @@ from workhorse.execute.compiled.fixed_step import FixedStepDecoder, Variant, che
 from workhorse.native.build import sources_digest
 from workhorse.nn import Decoder
 from workhorse.nn.cache.fixed import CacheTensors
-from workhorse.nn.surgery import Held, Watch, as_subclass
+from workhorse.nn.surgery import HookWatch, Members, as_subclass
 from workhorse.transforms.record import transforms_of
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDeco
     """
     check_fixed(decoder, "compiled")
     kept = ProgramFolder(folder or cache_folder() / "programs")
-    watch = Watch(decoder.modules())
+    watch = HookWatch(decoder.modules())
     return as_subclass(decoder, CompiledDecoder, folder=kept, programs={}, watch=watch)
 
 
@@ -157,7 +157,7 @@ class CompiledDecoder(FixedStepDecoder):
 
     folder: ProgramFolder
     programs: dict[Variant, "Program"]
-    held: Held | None = None
+    held: Members | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickling, without programs: the compiler pickles the decoder with each one."""
@@ -166,7 +166,7 @@ class CompiledDecoder(FixedStepDecoder):
     def fixed_step(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
         tokens = tokens.clone(memory_format=torch.contiguous_format)  # strides are checked
         if self.held is None or not self.held.unchanged:
-            self.held, self.programs = Held(self), {}
+            self.held, self.programs = Members(self), {}
         if program := self.programs.get(variant):
             return program(tokens, tensors)
         self.programs[variant], logits = self._first_step(variant, tokens, tensors)

@@ -26,7 +26,7 @@ from workhorse.nn.cache.fixed import CacheTensors, FixedCache, Layout, layout_of
 from workhorse.nn.cache.paged import EMPTY
 from workhorse.nn.cache.paged_view import PagedView
 from workhorse.nn.cache.view import CacheView
-from workhorse.nn.surgery import Held, Watch, as_subclass, mixin_class
+from workhorse.nn.surgery import HookWatch, Members, as_subclass, mixin_class
 
 
 class Variant(NamedTuple):
@@ -84,7 +84,7 @@ class FixedStepDecoder(Decoder):
     Other passes, and all passes while the decoder has hooks, run as in `Decoder`.
     """
 
-    watch: Watch
+    watch: HookWatch
 
     def fixed_step(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
         """Compute the logits of a step; subclasses override it. Arguments: see `fixed_step`."""
@@ -155,7 +155,7 @@ def capture_steps(decoder: Decoder, recorder: Recorder | None = None) -> "Captur
     """
     check_fixed(decoder, "captured as CUDA graphs")
     kind = mixin_class("Captured", CapturedDecoder, type(decoder))
-    options = {"recorder": recorder or CudaGraphs(), "watch": Watch(decoder.modules())}
+    options = {"recorder": recorder or CudaGraphs(), "watch": HookWatch(decoder.modules())}
     return as_subclass(decoder, kind, **options)
 
 
@@ -202,7 +202,7 @@ class Recordings:
     """The captured steps of a decoder. They are valid until its modules or weights are replaced."""
 
     def __init__(self, decoder: Decoder) -> None:
-        self.held = Held(decoder)
+        self.held = Members(decoder)
         self._tensors = [*decoder.parameters(), *decoder.buffers()]
         self._addresses = self._current_addresses()
         self.by_shape: dict[Any, Recording] = {}

@@ -27,7 +27,7 @@ from workhorse.nn.cache.fixed import tensors_of
 from workhorse.nn.cache.paged_view import PackedView, PagedView
 from workhorse.nn.cache.view import CacheView
 from workhorse.nn.embedding import batch_and_seq, look_up
-from workhorse.nn.surgery import Held, Watch, as_subclass
+from workhorse.nn.surgery import HookWatch, Members, as_subclass
 from workhorse.transforms.lora import Adapted
 
 MAX_TOKENS = 256
@@ -63,7 +63,7 @@ def step_natively(
         few, most = 0, sys.maxsize
     options = {"steps": operators.steps, "few": few, "most": most, "exact": exact}
     kind = SteppingCompiledDecoder if type(decoder) is CompiledDecoder else SteppingDecoder
-    watch = Watch(decoder.modules())
+    watch = HookWatch(decoder.modules())
     return as_subclass(decoder, kind, **options, angles=Angles(), watch=watch)
 
 
@@ -100,7 +100,7 @@ class SteppingDecoder(Decoder):
     most: int
     exact: bool
     angles: Angles
-    watch: Watch
+    watch: HookWatch
     translated: "Translated | None" = None
 
     @property
@@ -214,7 +214,7 @@ class SteppingDecoder(Decoder):
                 known = self.translated
                 if known is not None and known.holds():
                     return known.kept
-                self.watch = Watch(self.modules())
+                self.watch = HookWatch(self.modules())
                 if self.watch.sees_hooks:
                     return None
                 known = self.translated = Translated(self)
@@ -338,7 +338,7 @@ class Translated:
     """
 
     def __init__(self, decoder: SteppingDecoder) -> None:
-        self.held = Held(decoder)
+        self.held = Members(decoder)
         self.adapted = [(one, one.active) for one in decoder.modules() if isinstance(one, Adapted)]
         self.kept: KeptProgram | None = None
         self.why_not = ""

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from workhorse.execute.native_training.feedforward import Gemm, NativeLinear
 from workhorse.native.matrix_unit import rows
 from workhorse.native.vectors import Sum
-from workhorse.nn.surgery import as_subclass, replace_modules, watched
+from workhorse.nn.surgery import as_subclass, has_hooks, replace_modules
 from workhorse.transforms.lora import Adapted, LoraLinear, LowRank
 
 
@@ -31,7 +31,7 @@ class NativeLoraLinear(Adapted, NativeLinear):
             and type(a) is type(b) is NativeLinear
             and not any(one.requires_grad for one in (self.weight, self.bias) if one is not None)
             and all(self.multiply.takes(x, one) for one in (self.weight, a.weight, b.weight))
-            and not watched(adapter, a, b, adapter.dropout)
+            and not has_hooks(adapter, a, b, adapter.dropout)
         )
 
 

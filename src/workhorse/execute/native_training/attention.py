@@ -11,7 +11,7 @@ from workhorse.execute.native_training.feedforward import Gemm, is_plain, severa
 from workhorse.native import Decoding, Training
 from workhorse.nn.attention.grouped import Attention
 from workhorse.nn.attention.kernels import Sdpa
-from workhorse.nn.surgery import as_subclass, replace_modules, watched
+from workhorse.nn.surgery import as_subclass, has_hooks, replace_modules
 
 BLOCK = 16
 """Keys in a block of the layout that the operator of decoding reads."""
@@ -74,7 +74,7 @@ class TrainingAttention(Attention):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         linears = self.q_proj, self.k_proj, self.v_proj
         can = all(is_plain(one) and self.multiply.takes(x, one.weight) for one in linears)
-        if not can or watched(*linears):
+        if not can or has_hooks(*linears):
             return super().project(x)
         q, k, v = several_linear(self.multiply, x, linears)
         return q, k, v

@@ -34,7 +34,7 @@ from workhorse.nn.attention.grouped import Attention
 from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context, context_alone
 from workhorse.nn.elementwise import Sum, Unchanged
-from workhorse.nn.surgery import as_subclass, replace_modules, watched
+from workhorse.nn.surgery import as_subclass, has_hooks, replace_modules
 
 
 class NativeBlock(NativePreNorm):
@@ -82,7 +82,7 @@ class NativeBlock(NativePreNorm):
             or not all(type(part) is nn.Identity for part in identities)
             or not all(type(part) is Unchanged for part in unchanged)
             or not all(type(one) is Sum for one in sums)
-            or watched(attention, feed_forward, *norms, *linears, *identities, *sums, *unchanged)
+            or has_hooks(attention, feed_forward, *norms, *linears, *identities, *sums, *unchanged)
         ):
             return None
         return feed_forward.simple(x)

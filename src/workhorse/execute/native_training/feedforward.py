@@ -19,7 +19,7 @@ from workhorse.native.vectors import Sum
 from workhorse.nn.embedding import Head
 from workhorse.nn.feedforward import Gated, GatedMlp, Mlp
 from workhorse.nn.products import product
-from workhorse.nn.surgery import as_subclass, replace_modules, watched
+from workhorse.nn.surgery import as_subclass, has_hooks, replace_modules
 
 ON_UNIT = {"highest": (torch.bfloat16,), "high": (torch.bfloat16, torch.float32)}
 """The dtypes that the matrix unit multiplies, by the precision that is set for float32 gemms."""
@@ -235,7 +235,7 @@ class NativeGated(Gated):
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         alike = gate.dtype == up.dtype and gate.shape == up.shape
-        known = _computes(self.native, self.activation) and not watched(self.activation)
+        known = _computes(self.native, self.activation) and not has_hooks(self.activation)
         if not alike or gate.dtype not in TYPES or not known:
             return super().forward(gate, up)
         return _Activation.apply(gate, up, self.native, self.operators)
@@ -267,7 +267,7 @@ class NativeMlp(Mlp):
         between = self.dropout, self.inner_norm
         if not _is_simple(x, linears, between) or not _computes(self.native, self.activation):
             return None
-        if watched(*linears, *between, self.activation):
+        if has_hooks(*linears, *between, self.activation):
             return None
         return Simple(self.native, self.operators, linears)
 
@@ -290,7 +290,7 @@ class NativeGatedMlp(GatedMlp):
             not isinstance(gated, NativeGated)
             or not _computes(gated.native, gated.activation)
             or not _is_simple(x, linears, between)
-            or watched(*linears, *between, gated, gated.activation)
+            or has_hooks(*linears, *between, gated, gated.activation)
         ):
             return None
         return Simple(gated.native, gated.operators, linears)

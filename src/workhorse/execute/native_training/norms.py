@@ -14,7 +14,7 @@ from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context
 from workhorse.nn.elementwise import Sum
 from workhorse.nn.products import autocast_dtype
-from workhorse.nn.surgery import as_subclass, mixin_class, replace_modules, watched
+from workhorse.nn.surgery import as_subclass, has_hooks, mixin_class, replace_modules
 
 TYPES = (torch.bfloat16, torch.float32)
 
@@ -47,7 +47,7 @@ class NativePreNorm(PreNorm):
             or not all(isinstance(norm, NativeNorm) for norm in norms)
             or not all(type(branch) is nn.Identity for branch in branches)
             or not all(type(one) is Sum for one in sums)
-            or watched(*norms, *branches, *sums)
+            or has_hooks(*norms, *branches, *sums)
         ):
             return super().forward(x, context, cache)
         x, y = _AddNorm.apply(x, None, *norm_of(norms[0]), self.operators)

@@ -75,7 +75,7 @@ class AllHeadsNorm(nn.Module):
         return split_heads(self.norm(x.transpose(1, 2).flatten(2)), x.shape[1])
 
 
-Room = TypeVar("Room")
+Storage = TypeVar("Storage")
 
 
 class SelfAttentionConfig(Config):
@@ -155,7 +155,7 @@ class SelfAttention(nn.Module, ABC):
                 created for its cache.
         """
 
-    def cache_entry(self, cache: Layers[Room]) -> Room:
+    def cache_entry(self, cache: Layers[Storage]) -> Storage:
         """Create the storage for this layer's keys and values in a cache; see `Layers.layer`.
 
         Raises:

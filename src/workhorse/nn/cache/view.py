@@ -123,14 +123,14 @@ class CacheView(ABC):
         """
 
 
-Room_co = TypeVar("Room_co", covariant=True)
+Storage_co = TypeVar("Storage_co", covariant=True)
 
 
 @runtime_checkable
-class Layers(Protocol[Room_co]):
+class Layers(Protocol[Storage_co]):
     """Interface for creating a cache: each layer of a model requests its storage."""
 
-    def layer(self, reach: int | None, *, in_blocks: bool = False) -> Room_co:
+    def layer(self, reach: int | None, *, in_blocks: bool = False) -> Storage_co:
         """Create a layer's storage: a `CacheEntry`, or the `Store` of a paged cache.
 
         Args:

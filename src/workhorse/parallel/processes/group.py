@@ -181,7 +181,7 @@ HANGS = 1
 
 
 @contextmanager
-def watched(group: Group, patience: float) -> Generator[Callable[[], None]]:
+def watchdog(group: Group, patience: float) -> Generator[Callable[[], None]]:
     """Start a watchdog, and yield a function that the caller must call after every step.
 
     If the function is not called for `patience` seconds, this process or another hangs. The

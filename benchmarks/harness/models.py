@@ -88,7 +88,7 @@ def _quantize(source: Path, kind: str, path: Path) -> None:
     how.pure = True
     temporary = path.with_suffix(".tmp")
     failed = llama_cpp.llama_model_quantize(
-        str(source).encode(), str(temporary).encode(), ctypes.byref(how)
+        str(source).encode(), str(temporary).encode(), ctypes.pointer(how)
     )
     if failed:
         raise RuntimeError(f"llama.cpp could not quantise {source} to {kind}")

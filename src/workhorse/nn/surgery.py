@@ -94,7 +94,8 @@ def replace_modules(root: Root, choose: Callable[[nn.Module], nn.Module]) -> Roo
         The replacement of the root.
     """
     chosen: dict[nn.Module, nn.Module] = {}
-    for name, module in list(root.named_modules(remove_duplicate=False)):
+    named: list[tuple[str, nn.Module]] = list(root.named_modules(remove_duplicate=False))
+    for name, module in named:
         if module not in chosen:
             chosen[module] = choose(module)
         if name and chosen[module] is not module:

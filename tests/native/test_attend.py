@@ -45,10 +45,13 @@ def expected(given: Arguments, scale: float) -> Tensor:
     """Attention in float64, with the blocks concatenated."""
     k, v = (given[name][:, given["table"]].transpose(0, 1).flatten(2, 3) for name in ("k", "v"))
     slots = torch.arange(k.shape[2])
-    seen = (slots >= given["first"][..., None]) & (slots < given["last"][..., None])
+    last = given["last"][..., None]
+    seen = ((slots >= given["first"][..., None]) & (slots < last))[:, None]
+    slopes = given.get("slopes", torch.zeros(1)).double()
+    bias = slopes[:, None, None] * (slots - (last - 1))[:, None]
     return scaled_dot_product_attention(
         *(given["q"].double(), k.double(), v.double()),
-        attn_mask=seen[:, None],
+        attn_mask=bias.masked_fill(~seen, -torch.inf),
         scale=scale,
         enable_gqa=True,
     )
@@ -59,10 +62,15 @@ def attend(given: Arguments, scale: float = 1.0) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_is_attention(shape: tuple[int, ...], hidden: bool, dtype: torch.dtype) -> None:
+def test_it_is_attention(
+    shape: tuple[int, ...], hidden: bool, biased: bool, dtype: torch.dtype
+) -> None:
     given = made(shape, dtype, hidden)
+    if biased:
+        given["slopes"] = torch.rand(shape[1])
     found = attend(given, 0.3)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), expected(given, 0.3), atol=TOLERANCE[dtype], rtol=0)
@@ -71,7 +79,7 @@ def test_it_is_attention(shape: tuple[int, ...], hidden: bool, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_a_query_has_the_same_bits_whatever_is_beside_it(dtype: torch.dtype) -> None:
     """Other rows, other queries, other blocks, other threads."""
-    given = made((3, 8, 2, 4, 70, 64, 64), dtype, hidden=True)
+    given = made((3, 8, 2, 4, 70, 64, 64), dtype, hidden=True) | {"slopes": torch.rand(8)}
     together = attend(given)
     k, v = given["k"], given["v"]
     for row in range(3):
@@ -153,6 +161,7 @@ def test_large_scores_do_not_overflow() -> None:
         ("a table of other rows", {"table": torch.zeros(2, 3, dtype=torch.int64)}),
         ("a table of small numbers", {"table": torch.zeros(1, 3, dtype=torch.int32)}),
         ("bounds of other queries", {"last": torch.zeros(1, 2, dtype=torch.int64)}),
+        ("slopes of other heads", {"slopes": torch.zeros(3)}),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, change: Arguments) -> None:

@@ -132,6 +132,7 @@ CASES: dict[str, tuple[str, str, Callable[[torch.dtype], Arguments]]] = {
             torch.tensor([[0, 0, 0], [7, 8, 9]]),
             torch.tensor([[4, 5, 6], [18, 19, 20]]),
             0.3,
+            torch.rand(4),
         ),
     ),
     "decode_step": ("steps", "decode_step", decode_step),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from jaxtyping import Float, Int16, Int32, Int64, UInt8
+from jaxtyping import Float, Float32, Int16, Int32, Int64, UInt8
 from torch import Tensor
 
 from workhorse.native import build
@@ -99,8 +99,9 @@ class Decoding:
         first: Int64[Tensor, "batch seq"],
         last: Int64[Tensor, "batch seq"],
         scale: float,
+        slopes: Float32[Tensor, " heads"] | None = None,
     ) -> Float[Tensor, "batch heads seq value_width"]:
-        """Attention over a paged cache, `softmax(q kᵀ · scale) v`, without copying keys and values.
+        """Attention over a paged cache, `softmax(q kᵀ · scale + bias) v`, which is not copied.
 
         Args:
             q: bfloat16 or float32, on the CPU; a few queries per sequence.
@@ -112,8 +113,9 @@ class Decoding:
             first: the first slot that each query sees, counted along the blocks of its sequence.
             last: one past the last slot that each query sees. A query that sees no slot gets zeros.
             scale: multiplier of the scores.
+            slopes: ALiBi's slopes; the bias of a slot is `-slope · (last - 1 - slot)`. None: 0.
         """
-        return torch.ops.workhorse.attend.default(q, k, v, table, first, last, scale)
+        return torch.ops.workhorse.attend.default(q, k, v, table, first, last, scale, slopes)
 
     def argmax(self, logits: Float[Tensor, "batch vocab"]) -> Int64[Tensor, " batch"]:
         """Index of the largest element of each row.

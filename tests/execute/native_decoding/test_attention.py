@@ -11,6 +11,7 @@ from tests.nn.paged import paged
 from workhorse.execute.native_decoding.layers import DecodingSdpa, attend_natively
 from workhorse.native import Decoding
 from workhorse.nn import DecoderConfig
+from workhorse.nn.attention.kernels import Sdpa
 
 pytestmark = needs("decoding")
 configs = [config for config in CAUSAL if fixed_length(config) is None]
@@ -59,6 +60,27 @@ def test_the_operator_is_used_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -
     used.clear()
     decoder(tokens[:, :1])  # a gradient may be wanted
     assert not used
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@torch.no_grad()
+def test_prompts_with_alibi_need_no_mask(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt in two parts, longer than the operator takes without ALiBi, and one token more."""
+    attention = {"n_heads": 6, "n_kv_heads": 2, "position": {"kind": "alibi"}, "window": window}
+    blocks = {"main": {"kind": "pre_norm", "norm": {"kind": "rms_norm"}, "attention": attention}}
+    blocks["main"]["feed_forward"] = {"kind": "mlp", "d_ff": 24}
+    sizes = {"vocab_size": 61, "d_model": 48, "n_layers": 2, "max_seq_len": 90}
+    config = DecoderConfig.from_dict(sizes | {"blocks": blocks})
+    tokens, logits = random_tokens(config, 2, 81), []
+    for decoder in (make(config), _quick(config)):
+        cache = paged(decoder, 2, 81)
+        parts = tokens.split((40, 40, 1), dim=1)
+        logits.append(torch.cat([decoder(part, cache=cache) for part in parts], dim=1))
+        if window is None:
+            monkeypatch.setattr(Sdpa, "forward", None)  # the operator must do it
+    assert error(logits[1], logits[0]) <= 1e-5
 
 
 def _quick(config: DecoderConfig) -> torch.nn.Module:

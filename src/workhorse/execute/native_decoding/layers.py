@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int64
+from jaxtyping import Float32, Int64
 from torch import Tensor, nn
 
 from workhorse.devices.instructions import cpu_has, widens
 from workhorse.native import Decoding, Operators
 from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import Sdpa
-from workhorse.nn.attention.masks import AttentionPattern, Placement
+from workhorse.nn.attention.masks import AttentionPattern, Placement, slopes_of_distance
 from workhorse.nn.attention.self_attention import SelfAttention
 from workhorse.nn.cache.paged import InBlocks
 from workhorse.nn.shapes import AttentionOutput, Keys, Queries, Values
@@ -28,7 +28,7 @@ from workhorse.nn.surgery import as_subclass, replace_modules
 def attend_natively(decoder: Decoder, decoding: Decoding) -> None:
     """Make a CPU decoder's `sdpa` attention use `Decoding.attend` for decoding with a paged cache.
 
-    Prompts, training, biased scores and other caches still use PyTorch.
+    Training, other caches, and prompts without ALiBi still use PyTorch.
     """
     attentions = (part for part in decoder.modules() if isinstance(part, SelfAttention))
     served = {part.kernel for part in attentions if part.attends_to_stored}
@@ -42,6 +42,8 @@ def attend_natively(decoder: Decoder, decoding: Decoding) -> None:
 
 MOST_QUERIES = 32
 """Maximum queries per head for which `Decoding.attend` is used. For more, gemms are faster."""
+BLOCK = 16
+"""Keys in a block of the layout that `Decoding.attend` reads."""
 ATTENDED = (torch.bfloat16, torch.float32)
 
 
@@ -51,6 +53,8 @@ class Seen(NamedTuple):
     first: Int64[Tensor, "batch seq"]
     last: Int64[Tensor, "batch seq"]
     """The slot after the last visible one."""
+    slopes: Float32[Tensor, " heads"] | None
+    """See `Decoding.attend`."""
 
 
 class DecodingSdpa(Sdpa):
@@ -62,8 +66,12 @@ class DecodingSdpa(Sdpa):
     @staticmethod
     def render(pattern: AttentionPattern, place: Placement, dtype: torch.dtype) -> Any:
         """Return the visible slots if the native operator can be used, else `Sdpa`'s mask."""
-        few = place.in_blocks and place.queries.shape[1] <= MOST_QUERIES
-        if not few or dtype not in ATTENDED or pattern.alibi_slopes or torch.is_grad_enabled():
+        slopes = slopes_of_distance(pattern)
+        can = place.in_blocks and place.queries.shape[1] <= MOST_QUERIES
+        if pattern.alibi_slopes:  # faster for any number of queries, since no mask is made
+            whole = place.aligned and pattern.reach is None
+            can = slopes is not None and (place.in_blocks or whole)
+        if not can or dtype not in ATTENDED or torch.is_grad_enabled():
             return Sdpa.render(pattern, place, dtype)
         last = place.queries + 1  # padding has position -1 and sees nothing
         first = torch.zeros_like(last)
@@ -71,17 +79,39 @@ class DecodingSdpa(Sdpa):
             first = (last - pattern.window).clamp(min=0)
         if pattern.chunk is not None:
             first = (last - 1).clamp(min=0) // pattern.chunk * pattern.chunk
-        return Seen(first.contiguous(), last.contiguous())
+        return Seen(first.contiguous(), last.contiguous(), slopes)
 
     def forward(
         self, q: Queries, k: Keys | InBlocks, v: Values | InBlocks, mask: Any
     ) -> AttentionOutput:
         if isinstance(k, InBlocks) and isinstance(v, InBlocks):
             if isinstance(mask, Seen):
-                seen = {"table": k.table, "first": mask.first, "last": mask.last}
+                seen = mask._asdict() | {"table": k.table}
                 return self.decoding.attend(q, k.blocks, v.blocks, **seen, scale=self.scoring.scale)
             k, v = k.gathered(), v.gathered()
+        if isinstance(mask, Seen):
+            how = {"slopes": mask.slopes, "scale": self.scoring.scale}
+            return attend_to_all(
+                self.decoding, q, cast(Keys, k), cast(Values, v), causal=True, **how
+            )
         return super().forward(q, cast(Keys, k), cast(Values, v), mask)
+
+
+def attend_to_all(
+    decoding: Decoding, q: Queries, k: Keys, v: Values, *, causal: bool, **how: Any
+) -> AttentionOutput:
+    """Compute attention without a cache. The bits of a result depend on no other query."""
+    batch, _, seq, _ = q.shape
+    blocks = -(-seq // BLOCK)
+    table = torch.arange(batch * blocks).view(batch, blocks)
+    last = (torch.arange(1, seq + 1) if causal else torch.full((seq,), seq)).repeat(batch, 1)
+
+    def in_blocks(x: Tensor) -> Tensor:
+        whole = F.pad(x, (0, 0, 0, blocks * BLOCK - seq))
+        return whole.transpose(0, 1).reshape(x.shape[1], -1, BLOCK, x.shape[3])
+
+    seen = {"first": torch.zeros_like(last), "last": last}
+    return decoding.attend(q, in_blocks(k), in_blocks(v), table=table, **seen, **how)
 
 
 DOT_ROWS = {torch.bfloat16: 64, torch.float32: 16}

@@ -7,14 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from workhorse.execute.native_decoding.layers import attend_to_all
 from workhorse.execute.native_training.feedforward import Gemm, is_plain, several_linear
 from workhorse.native import Decoding, Training
 from workhorse.nn.attention.grouped import Attention
 from workhorse.nn.attention.kernels import Sdpa
 from workhorse.nn.surgery import as_subclass, has_hooks, replace_modules
-
-BLOCK = 16
-"""Keys in a block of the layout that the operator of decoding reads."""
 
 
 class TrainingSdpa(Sdpa):
@@ -112,7 +110,7 @@ class _Attention(torch.autograd.Function):
         every_k, every_v = _of_each_head(k, q.shape[1]), _of_each_head(v, q.shape[1])
         y, normaliser = operators.attention(q, every_k, every_v, scale=scale, causal=causal)
         if decoding is not None:
-            y = _as_decoding(decoding, q, k, v, scale=scale, causal=causal)
+            y = attend_to_all(decoding, q, k, v, scale=scale, causal=causal)
         ctx.save_for_backward(q, k, v, y, normaliser)
         ctx.scale, ctx.causal, ctx.operators = scale, causal, operators
         return y
@@ -135,23 +133,6 @@ class _Attention(torch.autograd.Function):
             causal=ctx.causal,
         )
         return dq, _of_shared_heads(dk, k), _of_shared_heads(dv, v), *(None,) * 4
-
-
-def _as_decoding(
-    decoding: Decoding, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
-) -> Tensor:
-    """Compute attention with the operator of decoding, whose results depend on no other query."""
-    batch, _, seq, _ = q.shape
-    blocks = -(-seq // BLOCK)
-    table = torch.arange(batch * blocks).view(batch, blocks)
-    last = (torch.arange(1, seq + 1) if causal else torch.full((seq,), seq)).repeat(batch, 1)
-
-    def in_blocks(x: Tensor) -> Tensor:
-        whole = F.pad(x, (0, 0, 0, blocks * BLOCK - seq))
-        return whole.transpose(0, 1).reshape(x.shape[1], -1, BLOCK, x.shape[3])
-
-    seen = {"first": torch.zeros_like(last), "last": last}
-    return decoding.attend(q, in_blocks(k), in_blocks(v), table=table, **seen, scale=scale)
 
 
 def _has_whole_rows(x: Tensor) -> bool:

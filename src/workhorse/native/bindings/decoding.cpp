@@ -163,7 +163,8 @@ attend::Blocks<T> blocks_of(const Tensor& tensor) {
 
 template <class T>
 void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& table,
-               const Tensor& first, const Tensor& last, double scale, const Tensor& y) {
+               const Tensor& first, const Tensor& last, double scale, const std::optional<Tensor>& slopes,
+               const Tensor& y) {
   const int64_t kv_heads = k.size(0), width = q.size(3), value_width = v.size(3);
   const int64_t slots = table.size(1) * k.size(2), heads_of_all_rows = q.size(0) * kv_heads;
   const int64_t threads = torch::stable::get_num_threads();
@@ -183,13 +184,14 @@ void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
                          width,
                          value_width,
                          splits,
-                         float(scale)};
+                         float(scale),
+                         data<float>(slopes)};
   in_threads(heads_of_all_rows * splits, slots * (width + value_width) * sizeof(T),
              [&](int64_t from, int64_t to) { work.run(from, to); });
 }
 
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& table,
-              const Tensor& first, const Tensor& last, double scale) {
+              const Tensor& first, const Tensor& last, double scale, const std::optional<Tensor>& slopes) {
   const ScalarType type = q.scalar_type();
   WORKHORSE_CHECK(q.is_cpu() && k.is_cpu() && v.is_cpu() && q.dim() == 4 && k.dim() == 4 &&
                       v.dim() == 4 && k.size(3) == q.size(3) && v.size(0) == k.size(0) &&
@@ -203,11 +205,12 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& t
   check(table, ScalarType::Long, {q.size(0), table.dim() == 2 ? table.size(1) : 0}, "table");
   check(first, ScalarType::Long, {q.size(0), q.size(2)}, "first");
   check(last, ScalarType::Long, {q.size(0), q.size(2)}, "last");
+  if (slopes) check(*slopes, ScalarType::Float, {q.size(1)}, "slopes");
   Tensor y = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2), v.size(3)});
   if (type == ScalarType::BFloat16)
-    attend_to<BFloat16>(q, k, v, table, first, last, scale, y);
+    attend_to<BFloat16>(q, k, v, table, first, last, scale, slopes, y);
   else if (type == ScalarType::Float)
-    attend_to<float>(q, k, v, table, first, last, scale, y);
+    attend_to<float>(q, k, v, table, first, last, scale, slopes, y);
   else
     WORKHORSE_CHECK(false, "workhorse: q must be bfloat16 or float32");
   return y;
@@ -327,8 +330,8 @@ STABLE_TORCH_LIBRARY(workhorse, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("linear_each(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]");
   m.def(
-      "attend(Tensor q, Tensor k, Tensor v, Tensor table, Tensor first, Tensor last, float scale) "
-      "-> Tensor");
+      "attend(Tensor q, Tensor k, Tensor v, Tensor table, Tensor first, Tensor last, float scale, "
+      "Tensor? slopes) -> Tensor");
   m.def("argmax(Tensor logits) -> Tensor");
   m.def(
       "packed_linear(Tensor x, Tensor codes, Tensor scales, Tensor? levels, Tensor? bias, "

@@ -117,6 +117,16 @@ def alibi_bias(pattern: AttentionPattern, place: Placement) -> ScoreBias:
     return slopes * -(i - j).abs() * pattern.alibi_scale
 
 
+def slopes_of_distance(pattern: AttentionPattern) -> Float[Tensor, " heads"] | None:
+    """The slopes s of biases `-s * (i - j)`, for kernels that compute them from positions.
+
+    None without biases, for biases of an encoder, and for biases rounded to bfloat16.
+    """
+    if not pattern.alibi_slopes or not pattern.causal or pattern.alibi_bfloat16:
+        return None
+    return torch.tensor(pattern.alibi_slopes) * pattern.alibi_scale
+
+
 def alibi_slope_column(
     pattern: AttentionPattern, device: torch.device
 ) -> Float[Tensor, "1 heads 1 1"]:

@@ -1,4 +1,4 @@
-// Attention of a few queries per head over a paged cache: y = softmax(q Kᵀ · scale) V.
+// Attention of a few queries per head over a paged cache: y = softmax(q Kᵀ · scale + bias) V.
 //
 // A unit of work is one row of the batch, one key head, and queries of the heads that share it. Keys and
 // values are each read once, in order, a few slots at a time, so that all queries find them in the L1
@@ -59,6 +59,7 @@ struct Attend {
   int64_t heads, kv_heads, seq, blocks, block, width, value_width;  // `block` is a multiple of kWide
   int64_t splits;  // units among which the queries of a row's key head are divided
   float scale;
+  const float* slopes;  // of each head for ALiBi (2108.12409), whose bias is -slope · (last - 1 - slot); or null
 
   // Computes units [begin, end).
   void run(int64_t begin, int64_t end) const {
@@ -126,11 +127,13 @@ struct Attend {
     return {std::min(first[place], last[place]), last[place]};
   }
 
+  // The head of a query of a unit.
+  int64_t head(const Unit& unit, int64_t g) const { return unit.head * (heads / kv_heads) + (unit.begin + g) / seq; }
+
   // The address of a query of a unit, or of its result.
   template <class Number>
   Number* of(const Heads<Number>& all, const Unit& unit, int64_t g) const {
-    const int64_t n = unit.begin + g;
-    return all.at(unit.row, unit.head * (heads / kv_heads) + n / seq, n % seq);
+    return all.at(unit.row, head(unit, g), (unit.begin + g) % seq);
   }
 
   void score(const Unit& unit, float* scores, int64_t room) const {
@@ -140,8 +143,10 @@ struct Attend {
       for (int64_t g = 0; g < unit.end - unit.begin; g++) {
         const Seen seen = seen_by(unit, g);
         if (seen.last <= slot || seen.first >= slot + count) continue;
-        const F32x16 all = dots(of(q, unit, g), keys, g ? nullptr : later, count);
-        put(scores + g * room + slot - unit.first, select(inside(slot, seen), all * scale, F32x16{} + kHidden));
+        F32x16 all = dots(of(q, unit, g), keys, g ? nullptr : later, count) * scale;
+        if (slopes)
+          all = fma(convert<F32x16>(lane_numbers() + int32_t(slot + 1 - seen.last)), slopes[head(unit, g)], all);
+        put(scores + g * room + slot - unit.first, select(inside(slot, seen), all, F32x16{} + kHidden));
       }
     }
   }

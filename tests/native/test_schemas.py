@@ -28,7 +28,7 @@ def heads(dtype: torch.dtype) -> Tensor:
 
 
 def attention_backward(dtype: torch.dtype) -> Arguments:
-    return (*(heads(dtype) for _ in range(5)), torch.randn(2, 3, 6), 0.3, True)
+    return (*(heads(dtype) for _ in range(5)), torch.randn(2, 3, 6), 0.3, True, torch.rand(3))
 
 
 def packed(ends: list[int] | None) -> Callable[[torch.dtype], Arguments]:
@@ -178,7 +178,7 @@ CASES: dict[str, tuple[str, str, Callable[[torch.dtype], Arguments]]] = {
     "attention": (
         "training",
         "attention",
-        lambda d: (heads(d), heads(d), heads(d), 0.3, True),
+        lambda d: (heads(d), heads(d), heads(d), 0.3, True, torch.rand(3)),
     ),
     "attention_backward": ("training", "attention_backward", attention_backward),
     "activation": ("training", "activation", activation(gated=False, backward=False)),

@@ -11,6 +11,8 @@ from tests.train.conftest import MODEL
 from workhorse.execute.native_training.attention import TrainingSdpa, replace_attention
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.kernels import Scoring, Sdpa
+from workhorse.nn.attention.masks import AttentionPattern, Placement
+from workhorse.nn.positions.absolute import alibi_slopes
 from workhorse.nn.surgery import as_subclass
 from workhorse.optim.adamw import AdamW, AdamWConfig
 from workhorse.optim.master_weights import MasterWeights, round_weights, split
@@ -115,11 +117,55 @@ def test_query_heads_may_share_keys_and_values(
 
 @BOTH
 @pytest.mark.usefixtures("can_attend")
+@pytest.mark.parametrize(("seq", "kv_heads", "max_bias"), [(2, 6, 8), (70, 6, 4), (530, 3, 16)])
+def test_alibi_is_computed_from_positions(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, seq: int, kv_heads: int, max_bias: int
+) -> None:
+    """As close to float64 as without biases; six slopes are not one geometric sequence."""
+    slopes = alibi_slopes(6, max_bias)
+    pattern = AttentionPattern(alibi_slopes=slopes, alibi_scale=0.7)
+    at = torch.arange(seq)[None]
+    place, scoring, results = Placement(at, at, aligned=True), Scoring(scale=0.25), []
+    memory = torch.randn(2, seq, 6 + 2 * kv_heads, 16).to(dtype).transpose(1, 2)
+    given = memory.split((6, kv_heads, kv_heads), dim=1)
+    above = torch.randn(2, 6, seq, 16).to(dtype)
+    for computed, kernel in ((torch.float64, Sdpa(scoring, 0)), (dtype, native_sdpa(scoring))):
+        leaves = [x.to(computed).requires_grad_() for x in given]
+        y = kernel(*leaves, kernel.render(pattern, place, computed))
+        results.append((y, *torch.autograd.grad(y, leaves, above.to(computed))))
+        monkeypatch.setattr(Sdpa, "forward", None)  # the operator must do it
+    for exact, ours in zip(*results, strict=True):
+        assert (ours - exact).norm() < {2: 0.01, 4: 2e-6}[dtype.itemsize] * exact.norm()
+
+
+@pytest.mark.parametrize("change", ["odd", "window", "documents", "padding", "bfloat16", "encoder"])
+def test_alibi_that_the_operator_cannot_compute_pytorch_does(change: str) -> None:
+    pattern = AttentionPattern(
+        causal=change != "encoder",
+        window=3 if change == "window" else None,
+        alibi_slopes=(0.5, 0.25),
+        alibi_bfloat16=change == "bfloat16",
+    )
+    at = torch.tensor([[0, 1, 2, 3, 4, 5, 6][: 7 if change == "odd" else 6]])
+    documents = None
+    if change == "documents":
+        at, documents = torch.tensor([[0, 1, 0, 1, 2, 3]]), torch.tensor([[1, 1, 2, 2, 2, 2]])
+    if change == "padding":
+        at = torch.tensor([[-1, -1, 0, 1, 2, 3]])
+    place = Placement(at, at, documents, aligned=change not in ("documents", "padding"))
+    q, k, v = torch.randn(3, 1, 2, at.shape[1], 16, dtype=torch.bfloat16)
+    plain, native = Sdpa(Scoring(scale=0.3), 2), native_sdpa(Scoring(scale=0.3))
+    expected = plain(q, k, v, plain.render(pattern, place, q.dtype))
+    assert torch.equal(native(q, k, v, native.render(pattern, place, q.dtype)), expected)
+
+
+@BOTH
+@pytest.mark.usefixtures("can_attend")
 def test_a_later_token_changes_no_earlier_output(dtype: torch.dtype) -> None:
     q, k, v = torch.randn(3, 1, 2, 150, 16).to(dtype)
-    before, _ = TRAINING.attention(q, k, v, scale=0.25, causal=True)
+    before, _ = TRAINING.attention(q, k, v, scale=0.25, causal=True, slopes=None)
     k[:, :, 100:], v[:, :, 100:] = 50, torch.nan
-    after, _ = TRAINING.attention(q, k, v, scale=0.25, causal=True)
+    after, _ = TRAINING.attention(q, k, v, scale=0.25, causal=True, slopes=None)
     seen = 96 if dtype == torch.float32 else 64  # whole tiles of queries
     assert torch.equal(before[:, :, :seen], after[:, :, :seen])
     assert after[:, :, 100:].isnan().all()
@@ -128,9 +174,11 @@ def test_a_later_token_changes_no_earlier_output(dtype: torch.dtype) -> None:
 def test_float32_output_does_not_depend_on_later_tokens() -> None:
     """Bitwise: a prefix has the same outputs and normalisers by itself as within the sequence."""
     q, k, v = torch.randn(3, 2, 2, 150, 20)
-    whole = TRAINING.attention(q, k, v, scale=0.25, causal=True)
+    whole = TRAINING.attention(q, k, v, scale=0.25, causal=True, slopes=None)
     for length in (1, 17, 64, 100):
-        begun = TRAINING.attention(*(x[:, :, :length] for x in (q, k, v)), scale=0.25, causal=True)
+        begun = TRAINING.attention(
+            *(x[:, :, :length] for x in (q, k, v)), scale=0.25, causal=True, slopes=None
+        )
         for alone, together in zip(begun, whole, strict=True):
             assert torch.equal(alone, together[:, :, :length])
 

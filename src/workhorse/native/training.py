@@ -25,9 +25,9 @@ class Training(BlockOperators):
     """The dtypes for which `attention` is faster than PyTorch's on this CPU."""
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, slopes: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Attention: `y = softmax(q kᵀ · scale) v`.
+        """Attention: `y = softmax(q kᵀ · scale + bias) v`.
 
         Args:
             q: (batch, heads, seq, head_dim), rows contiguous; float32, or bfloat16 with seq and
@@ -36,11 +36,13 @@ class Training(BlockOperators):
             v: shape and dtype as q.
             scale: multiplier of the scores.
             causal: True if a query does not see later keys.
+            slopes: ALiBi's slopes, (heads,) float32, contiguous; the bias of key j for query i is
+                `-slope · (i - j)`. None: no bias. It needs `causal`.
 
         Returns:
             y, and the logsumexp of each query's scores, (batch, heads, seq), float32.
         """
-        return torch.ops.workhorse.attention.default(q, k, v, scale, causal)
+        return torch.ops.workhorse.attention.default(q, k, v, scale, causal, slopes)
 
     def attention_backward(  # noqa: PLR0917 - the tensors of one formula
         self,
@@ -53,8 +55,9 @@ class Training(BlockOperators):
         *,
         scale: float,
         causal: bool,
+        slopes: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of `y = softmax(q kᵀ · scale) v` with respect to q, k and v.
+        """Gradients of `y = softmax(q kᵀ · scale + bias) v` with respect to q, k and v.
 
         Args:
             q: (batch, heads, seq, head_dim), see `attention`.
@@ -65,9 +68,10 @@ class Training(BlockOperators):
             normaliser: the logsumexps that `attention` returned.
             scale: multiplier of the scores.
             causal: True if a query does not see later keys.
+            slopes: see `attention`.
         """
         operator = torch.ops.workhorse.attention_backward.default
-        return operator(q, k, v, y, gradient, normaliser, scale, causal)
+        return operator(q, k, v, y, gradient, normaliser, scale, causal, slopes)
 
     def activation(self, x: Tensor, up: Tensor | None, act: Activation) -> Tensor:
         """Compute `act(x) · up`, or `act(x)` if `up` is None.

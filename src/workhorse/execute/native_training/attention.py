@@ -12,6 +12,7 @@ from workhorse.execute.native_training.feedforward import Gemm, is_plain, severa
 from workhorse.native import Decoding, Training
 from workhorse.nn.attention.grouped import Attention
 from workhorse.nn.attention.kernels import Sdpa
+from workhorse.nn.attention.masks import AttentionPattern, Placement, slopes_of_distance
 from workhorse.nn.surgery import as_subclass, has_hooks, replace_modules
 
 
@@ -26,13 +27,22 @@ class TrainingSdpa(Sdpa):
     operators: Training
     decoding: Decoding | None = None
 
+    @staticmethod
+    def render(pattern: AttentionPattern, place: Placement, dtype: torch.dtype) -> Any:
+        """Return `Sdpa`'s mask, or ALiBi's slopes instead if only causality hides keys."""
+        slopes = slopes_of_distance(pattern)
+        if slopes is None or pattern.reach or not place.aligned:
+            return Sdpa.render(pattern, place, dtype)
+        return slopes, True
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor | None, bool]) -> Tensor:
         hidden, causal = mask
+        slopes = hidden if causal else None  # a mask is never with `is_causal`
         if self.decoding is not None and causal and (odd := q.shape[2] % 2):
             longer = (F.pad(x, (0, 0, 0, odd)) for x in (q, k, v))  # no query sees the last key
             return self(*longer, mask)[:, :, :-odd]
         can = (
-            hidden is None
+            (hidden is None or causal)
             and not self.scoring.dropout
             and q.dtype == k.dtype == v.dtype
             and q.dtype in self.operators.attention_types
@@ -42,22 +52,26 @@ class TrainingSdpa(Sdpa):
             and all(map(_has_whole_rows, (q, k, v)))
         )
         if not can:
+            if slopes is not None:
+                biased = AttentionPattern(alibi_slopes=tuple(slopes.tolist()))
+                at = torch.arange(q.shape[2])[None]
+                mask = Sdpa.render(biased, Placement(at, at), q.dtype)
             return super().forward(q, k, v, mask)
-        how = self.scoring.scale, causal, self.operators, self.decoding
+        how = self.scoring.scale, causal, slopes, self.operators, self.decoding
         return _Attention.apply(q, k, v, *how)
 
 
 def replace_attention(
     root: nn.Module, operators: Training, decoding: Decoding | None = None
 ) -> nn.Module:
-    """Make every `sdpa` kernel in a module use the native operators; see `TrainingSdpa`.
+    """Make every `sdpa` kernel without dropout use the native operators; see `TrainingSdpa`.
 
     Returns:
         The module, or its replacement if it is a kernel itself.
     """
 
     def choose(module: nn.Module) -> nn.Module:
-        if type(module) is Sdpa:
+        if type(module) is Sdpa and not module.scoring.dropout:
             return as_subclass(module, TrainingSdpa, operators=operators, decoding=decoding)
         return module
 
@@ -104,15 +118,17 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         scale: float,
         causal: bool,
+        slopes: Tensor | None,
         operators: Training,
         decoding: Decoding | None,
     ) -> Tensor:
         every_k, every_v = _of_each_head(k, q.shape[1]), _of_each_head(v, q.shape[1])
-        y, normaliser = operators.attention(q, every_k, every_v, scale=scale, causal=causal)
+        how: dict[str, Any] = {"scale": scale, "causal": causal, "slopes": slopes}
+        y, normaliser = operators.attention(q, every_k, every_v, **how)
         if decoding is not None:
-            y = attend_to_all(decoding, q, k, v, scale=scale, causal=causal)
+            y = attend_to_all(decoding, q, k, v, **how)
         ctx.save_for_backward(q, k, v, y, normaliser)
-        ctx.scale, ctx.causal, ctx.operators = scale, causal, operators
+        ctx.how, ctx.operators = how, operators
         return y
 
     @staticmethod
@@ -129,10 +145,9 @@ class _Attention(torch.autograd.Function):
             y,
             gradient,
             normaliser,
-            scale=ctx.scale,
-            causal=ctx.causal,
+            **ctx.how,
         )
-        return dq, _of_shared_heads(dk, k), _of_shared_heads(dv, v), *(None,) * 4
+        return dq, _of_shared_heads(dk, k), _of_shared_heads(dv, v), *(None,) * 5
 
 
 def _has_whole_rows(x: Tensor) -> bool:

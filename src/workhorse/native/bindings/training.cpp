@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <tuple>
 #include <type_traits>
 #include <vector>
@@ -76,17 +77,34 @@ template <class T>
 using KernelOf =
     std::conditional_t<kPairs && std::is_same_v<T, BFloat16>, attention::Pairs, attention::Float32>;
 
+// How each head computes its scores. `slopes`: of ALiBi, (heads,) float32, or none.
+struct Scorings {
+  float scale;
+  bool causal;
+  const float* slopes;
+
+  Scorings(const Sizes& sizes, double factor, bool only_earlier, const std::optional<Tensor>& given)
+      : scale(float(factor)), causal(only_earlier), slopes(given ? from<float>(*given) : nullptr) {
+    WORKHORSE_CHECK(!given || (causal && given->scalar_type() == at::kFloat && given->is_contiguous() &&
+                               given->numel() == sizes.heads),
+                    "workhorse: slopes need causal attention, and a contiguous float32 for each head");
+  }
+
+  attention::Scoring operator()(int64_t head) const { return {scale, causal, slopes ? slopes[head] : 0.0f}; }
+};
+
 // The output, and the log-sum-exp of each query, (batch, heads, seq).
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale,
-                                     bool causal) {
+                                     bool causal, const std::optional<Tensor>& slopes) {
   const Sizes sizes({q, k, v});
+  const Scorings how(sizes, scale, causal, slopes);
   const Tensor y = sizes.make(q);
   const Tensor lse = at::empty({sizes.batch, sizes.heads, sizes.seq}, q.options().dtype(at::kFloat));
   float* sums = into<float>(lse);
   with_type(q, [&]<class T>(T) {
     const Heads<T> of_q(q), of_k(k), of_v(v), of_y(y);
     sizes.each_head<KernelOf<T>>([&](auto& kernel, int64_t b, int64_t h) {
-      kernel.forward(of_q(b, h), of_k(b, h), of_v(b, h), float(scale), causal, of_y(b, h),
+      kernel.forward(of_q(b, h), of_k(b, h), of_v(b, h), how(h), of_y(b, h),
                      sums + (b * sizes.heads + h) * sizes.seq);
     });
   });
@@ -96,8 +114,10 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& q, const Tensor& k,
                                                       const Tensor& v, const Tensor& y,
                                                       const Tensor& dy, const Tensor& lse,
-                                                      double scale, bool causal) {
+                                                      double scale, bool causal,
+                                                      const std::optional<Tensor>& slopes) {
   const Sizes sizes({q, k, v, y, dy});
+  const Scorings how(sizes, scale, causal, slopes);
   WORKHORSE_CHECK(lse.is_contiguous() && lse.numel() == sizes.batch * sizes.heads * sizes.seq,
               "workhorse: lse must be contiguous, (batch, heads, seq)");
   const Tensor dq = sizes.make(q), dk = sizes.make(k), dv = sizes.make(v);
@@ -106,8 +126,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& q, const Ten
     const Heads<T> of_q(q), of_k(k), of_v(v), of_y(y), of_dy(dy), of_dq(dq), of_dk(dk), of_dv(dv);
     sizes.each_head<KernelOf<T>>([&](auto& kernel, int64_t b, int64_t h) {
       kernel.backward(of_q(b, h), of_k(b, h), of_v(b, h), of_y(b, h), of_dy(b, h),
-                      sums + (b * sizes.heads + h) * sizes.seq, float(scale), causal, of_dq(b, h),
-                      of_dk(b, h), of_dv(b, h));
+                      sums + (b * sizes.heads + h) * sizes.seq, how(h), of_dq(b, h), of_dk(b, h), of_dv(b, h));
     });
   });
   return {dq, dk, dv};
@@ -234,10 +253,10 @@ void split_move_(at::TensorList weights, at::TensorList low_bits, const Tensor& 
 
 TORCH_LIBRARY_FRAGMENT(workhorse, library) {
   library.def(
-      "attention(Tensor q, Tensor k, Tensor v, float scale, bool causal) -> (Tensor, Tensor)");
+      "attention(Tensor q, Tensor k, Tensor v, float scale, bool causal, Tensor? slopes) -> (Tensor, Tensor)");
   library.def(
       "attention_backward(Tensor q, Tensor k, Tensor v, Tensor y, Tensor dy, Tensor lse, float scale, "
-      "bool causal) -> (Tensor, Tensor, Tensor)");
+      "bool causal, Tensor? slopes) -> (Tensor, Tensor, Tensor)");
   library.def("activation(Tensor x, Tensor? up, Tensor table, str name) -> Tensor");
   library.def(
       "activation_backward(Tensor dy, Tensor x, Tensor? up, Tensor table, str name) -> Tensor[]");

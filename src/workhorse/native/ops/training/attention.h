@@ -73,16 +73,28 @@ inline F32x16 hide(F32x16 score, int64_t key, int64_t query, float instead) {
   return select(lane_numbers() < int32_t(std::min(key - query, kLanes)), F32x16{} + instead, score);
 }
 
+// How scores follow from dot products of queries and keys.
+struct Scoring {
+  float scale;
+  bool causal;
+  float slope;  // of ALiBi's bias (2108.12409), -slope · distance; 0 for none
+
+  // The scores of a key for 16 queries from index `query` on, with the bias.
+  F32x16 biased(F32x16 score, int64_t key, int64_t query) const {
+    if (slope == 0.0f) return score;
+    return fma(convert<F32x16>(lane_numbers() + int32_t(query - key)), -slope, score);
+  }
+};
+
 // Scores of a column of 16 queries, from index `query` on.
 struct Scores {
   const float* at;  // scores of key 0; the scores of the next key follow after kBlock elements
   int64_t query;
-  float scale;
-  bool causal;
+  Scoring how;
 
   F32x16 operator()(int64_t key) const {
-    const F32x16 found = load<F32x16>(at + key * kBlock) * scale;
-    return causal && key > query ? hide(found, key, query, -std::numeric_limits<float>::infinity()) : found;
+    const F32x16 found = how.biased(load<F32x16>(at + key * kBlock) * how.scale, key, query);
+    return how.causal && key > query ? hide(found, key, query, -std::numeric_limits<float>::infinity()) : found;
   }
 
   // The largest of the first `keys` scores.
@@ -97,9 +109,10 @@ struct Scores {
 };
 
 // The weight of a key for 16 queries from index `query` on, from their scores and log-sum-exp.
-inline F32x16 weight_again(F32x16 score, F32x16 lse, float scale, bool causal, int64_t key, int64_t query) {
-  const F32x16 exponent = fma(score, scale, -lse), weight = exponential(select(exponent > 0.0f, F32x16{}, exponent));
-  return causal && key > query ? hide(weight, key, query, 0) : weight;
+inline F32x16 weight_again(F32x16 score, F32x16 lse, Scoring how, int64_t key, int64_t query) {
+  const F32x16 exponent = how.biased(fma(score, how.scale, -lse), key, query);
+  const F32x16 weight = exponential(select(exponent > 0.0f, F32x16{}, exponent));
+  return how.causal && key > query ? hide(weight, key, query, 0) : weight;
 }
 
 }  // namespace workhorse::attention

@@ -73,22 +73,22 @@ class Float32 {
 
   // y, and the log-sum-exp of each query.
   template <class T>
-  void forward(Head<T> q, Head<T> k, Head<T> v, float scale, bool causal, Head<T> y, float* lse) {
+  void forward(Head<T> q, Head<T> k, Head<T> v, Scoring how, Head<T> y, float* lse) {
     const float *keys = copied(k, k_), *values = copied(v, v_), *q_t = transposed(copied(q, q_), q_t_);
     float* const scores = room(scores_, seq_ * kBlock);
     float* const out = room(out_, kBlock * wide_);
     Softmax found[kBlock / kLanes];
     for (int64_t first = 0; first < seq_; first += kBlock) {
-      const int64_t n = std::min(kBlock, seq_ - first), all = causal ? first + n : seq_;
+      const int64_t n = std::min(kBlock, seq_ - first), all = how.causal ? first + n : seq_;
       for (int64_t key = 0; key < all; key += kLanes) {
-        const int64_t from = causal ? std::max<int64_t>(0, key - first) : 0;
+        const int64_t from = how.causal ? std::max<int64_t>(0, key - first) : 0;
         multiply(std::min(kLanes, all - key), padded(n) - from, width_, Left<true>{keys + key * wide_, wide_},
                  q_t + first * wide_ + from, kBlock, scores + key * kBlock + from, kBlock);
       }
       // All 16 queries from j on see no later keys.
-      const auto seen = [&](int64_t j) { return causal ? std::min(all, first + j + kLanes) : all; };
+      const auto seen = [&](int64_t j) { return how.causal ? std::min(all, first + j + kLanes) : all; };
       for (int64_t j = 0; j < n; j += kLanes)
-        found[j / kLanes] = softmax({scores + j, first + j, scale, causal}, seen(j), scores + j);
+        found[j / kLanes] = softmax({scores + j, first + j, how}, seen(j), scores + j);
       for (int64_t key = 0; key < all; key += kBlock)
         for (int64_t j = 0; j < n; j += kLanes)
           multiply(std::min(kLanes, n - j), wide_, std::min(kBlock, seen(j) - key),
@@ -105,11 +105,11 @@ class Float32 {
     }
   }
 
-  //   Pᵀ = exp(K Qᵀ · scale - lse),  dPᵀ = V dYᵀ,  Sᵀ = Pᵀ (dPᵀ - Σ y dy) · scale
+  //   Pᵀ = exp(K Qᵀ · scale + bias - lse),  dPᵀ = V dYᵀ,  Sᵀ = Pᵀ (dPᵀ - Σ y dy) · scale
   //   dV = Pᵀ dY,  dK = Sᵀ Q,  dQ = S K
   template <class T>
-  void backward(Head<T> q, Head<T> k, Head<T> v, Head<T> y, Head<T> dy, const float* lse, float scale, bool causal,
-                Head<T> dq, Head<T> dk, Head<T> dv) {
+  void backward(Head<T> q, Head<T> k, Head<T> v, Head<T> y, Head<T> dy, const float* lse, Scoring how, Head<T> dq,
+                Head<T> dk, Head<T> dv) {
     const float *queries = copied(q, q_), *keys = copied(k, k_), *values = copied(v, v_), *above = copied(dy, dy_);
     const float *q_t = transposed(queries, q_t_), *dy_t = transposed(above, dy_t_);
     float *const weights = room(scores_, kBlock * kBlock), *const slopes = room(slopes_, kBlock * kBlock);
@@ -121,10 +121,11 @@ class Float32 {
     for (int64_t key = 0; key < seq_; key += kBlock) {
       const int64_t n_keys = std::min(kBlock, seq_ - key);
       bool more = false;
-      for (int64_t first = causal ? key : 0; first < seq_; first += kBlock, more = true) {
+      for (int64_t first = how.causal ? key : 0; first < seq_; first += kBlock, more = true) {
         const int64_t n = std::min(kBlock, seq_ - first);
         for (int64_t i = 0; i < n_keys; i += kLanes) {
-          const int64_t from = causal ? std::max<int64_t>(0, key + i - first) : 0, rows = std::min(kLanes, n_keys - i);
+          const int64_t from = how.causal ? std::max<int64_t>(0, key + i - first) : 0;
+          const int64_t rows = std::min(kLanes, n_keys - i);
           const int64_t at = i * kBlock + from, query = first + from, within = first * wide_ + from;
           multiply(rows, padded(n) - from, width_, Left<true>{keys + (key + i) * wide_, wide_}, q_t + within,
                    kBlock, weights + at, kBlock);
@@ -133,10 +134,10 @@ class Float32 {
           for (int64_t r = 0; r < rows; r++)
             for (int64_t j = 0; j < n - from; j += kLanes) {
               float *const weight_at = weights + at + r * kBlock + j, *const slope_at = slopes + at + r * kBlock + j;
-              const F32x16 weight = weight_again(load<F32x16>(weight_at), load<F32x16>(normalisers + query + j), scale,
-                                                 causal, key + i + r, query + j);
+              const F32x16 weight = weight_again(load<F32x16>(weight_at), load<F32x16>(normalisers + query + j), how,
+                                                 key + i + r, query + j);
               put(weight_at, weight);
-              put(slope_at, weight * scale * (load<F32x16>(slope_at) - load<F32x16>(deltas + query + j)));
+              put(slope_at, weight * how.scale * (load<F32x16>(slope_at) - load<F32x16>(deltas + query + j)));
             }
           multiply(rows, wide_, n - from, Left<true>{weights + at, kBlock}, above + query * wide_, wide_,
                    of_values + i * wide_, wide_, more);
@@ -144,7 +145,7 @@ class Float32 {
                    of_keys + i * wide_, wide_, more);
         }
         for (int64_t j = 0; j < n; j += kLanes)
-          multiply(std::min(kLanes, n - j), wide_, causal ? std::min(n_keys, first + j + kLanes - key) : n_keys,
+          multiply(std::min(kLanes, n - j), wide_, how.causal ? std::min(n_keys, first + j + kLanes - key) : n_keys,
                    Left<false>{slopes + j, kBlock}, keys + key * wide_, wide_, of_queries + (first + j) * wide_, wide_,
                    true);
       }

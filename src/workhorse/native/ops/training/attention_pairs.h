@@ -65,9 +65,8 @@ class Pairs {
   ~Pairs() { at::native::cpublas::brgemm_release(); }
 
   // y, and the log-sum-exp of each query. Transposed,
-  //   Yᵀ = Vᵀ softmax(K Qᵀ · scale)
-  void forward(Head<BFloat16> q, Head<BFloat16> k, Head<BFloat16> v, float scale, bool causal, Head<BFloat16> y,
-               float* lse) {
+  //   Yᵀ = Vᵀ softmax(K Qᵀ · scale + bias)
+  void forward(Head<BFloat16> q, Head<BFloat16> k, Head<BFloat16> v, Scoring how, Head<BFloat16> y, float* lse) {
     float peaks[kBlock], inverses[kBlock];  // largest score, and 1 / Σ exp(score - peak), of each query
     Word *const q_t = room(q_t_, seq_ * width_ / 2), *const words = room(words_, seq_ * std::max(kBlock, width_) / 2);
     BFloat16* const v_t = room(transposed_, seq_ * width_);
@@ -76,12 +75,12 @@ class Pairs {
     pack_transpose(q, seq_, width_, q_t);
     transpose(v, seq_, width_, words, v_t);
     for (int64_t first = 0; first < seq_; first += kBlock) {
-      const int64_t n = std::min(kBlock, seq_ - first), keys = causal ? first + n : seq_;
+      const int64_t n = std::min(kBlock, seq_ - first), keys = how.causal ? first + n : seq_;
       multiply(keys, n, width_, k.at, k.stride, q_t + first, seq_, scores, kBlock);
       for (int64_t j = 0; j < n; j += kLanes) {
-        const Scores score{scores + j, first + j, scale, causal};
+        const Scores score{scores + j, first + j, how};
         // None of these queries sees the keys from here on.
-        const int64_t seen = causal ? std::min(keys, first + j + kLanes) : keys;
+        const int64_t seen = how.causal ? std::min(keys, first + j + kLanes) : keys;
         const F32x16 peak = score.peak(seen);
         F32x16 total{};
         for (int64_t key = 0; key < keys; key += 2) {
@@ -102,10 +101,10 @@ class Pairs {
     }
   }
 
-  //   Pᵀ = exp(K Qᵀ · scale - lse),  dPᵀ = V dYᵀ,  Sᵀ = Pᵀ (dPᵀ - Σ y dy) · scale
+  //   Pᵀ = exp(K Qᵀ · scale + bias - lse),  dPᵀ = V dYᵀ,  Sᵀ = Pᵀ (dPᵀ - Σ y dy) · scale
   //   dV = Pᵀ dY,  dK = Sᵀ Q,  dQᵀ = Kᵀ Sᵀ
   void backward(Head<BFloat16> q, Head<BFloat16> k, Head<BFloat16> v, Head<BFloat16> y, Head<BFloat16> dy,
-                const float* lse, float scale, bool causal, Head<BFloat16> dq, Head<BFloat16> dk, Head<BFloat16> dv) {
+                const float* lse, Scoring how, Head<BFloat16> dq, Head<BFloat16> dk, Head<BFloat16> dv) {
     constexpr int64_t kQueries = 512;  // queries of a tile: the tiles of a step together stay within the L2 cache
     const int64_t all = seq_ * width_, square = kBlock * padded(std::min(kQueries, seq_));
     Word *const q_pairs = room(q_, all / 2), *const q_t = room(q_t_, all / 2);
@@ -127,7 +126,7 @@ class Pairs {
     for (int64_t key = 0; key < seq_; key += kBlock) {
       const int64_t keys = std::min(kBlock, seq_ - key);
       bool more = false;
-      for (int64_t first = causal ? key : 0; first < seq_; first += kQueries, more = true) {
+      for (int64_t first = how.causal ? key : 0; first < seq_; first += kQueries, more = true) {
         const int64_t n = std::min(kQueries, seq_ - first), stride = padded(n);
         multiply(keys, n, width_, k.row(key), k.stride, q_t + first, seq_, scores, stride);
         multiply(keys, n, width_, v.row(key), v.stride, dy_t + first, seq_, gradients, stride);
@@ -136,9 +135,9 @@ class Pairs {
             Parts both;
             for (int64_t r = 0; r < 2; r++) {
               const int64_t at = (i + r) * stride + j, of = key + i + r, query = first + j;
-              const F32x16 weight = weight_again(load<F32x16>(scores + at), load<F32x16>(normalisers + query), scale,
-                                                 causal, of, query);
-              both[r] = weight * scale * (load<F32x16>(gradients + at) - load<F32x16>(deltas + query));
+              const F32x16 weight = weight_again(load<F32x16>(scores + at), load<F32x16>(normalisers + query), how, of,
+                                                 query);
+              both[r] = weight * how.scale * (load<F32x16>(gradients + at) - load<F32x16>(deltas + query));
               write(weights + at, weight);
               write(slopes + at, both[r]);
             }

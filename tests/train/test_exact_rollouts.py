@@ -1,6 +1,7 @@
 """Exact rollouts: log-probabilities recorded when decoding have the bits of those in training."""
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,8 @@ GPT: dict[str, Any] = {
     "final_norm": {"kind": "layer_norm"},
     "head": {"tied": True},
 }
+MPT: dict[str, Any] = deepcopy(GPT | {"d_model": 108, "embedding": {}})
+MPT["blocks"]["main"]["attention"] = {"n_heads": 6, "position": {"kind": "alibi", "scaled": True}}
 
 
 class Pair:
@@ -142,7 +145,7 @@ def differing(pair: Pair, rows: int, seq: int, vocab: int) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("fields", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("fields", [LLAMA, GPT, MPT], ids=["llama", "gpt", "mpt"])
 def test_decoding_has_the_bits_of_training(fields: dict[str, Any], dtype: str) -> None:
     """Also with sums of more elements than a gemm adds up at once, and an odd length."""
     pair = Pair(DecoderConfig.from_dict(fields), dtype, 23)

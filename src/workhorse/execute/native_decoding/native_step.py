@@ -320,8 +320,8 @@ class KeptProgram(NamedTuple):
     @property
     def is_cast_in_part(self) -> bool:
         """True if a weight has another dtype than when the program was made."""
-        floats = (one for one in self.program.weights if one.is_floating_point())
-        return any(one.dtype != self.program.dtype for one in floats)
+        ours = (one for one in self.program.weights if isinstance(one, torch.nn.Parameter))
+        return any(one.is_floating_point() and one.dtype != self.program.dtype for one in ours)
 
     @property
     def is_contiguous(self) -> bool:

@@ -22,6 +22,7 @@ from workhorse.native.decoding import GROUP
 from workhorse.native.steps import ACTIVATIONS, NormFlag, Op, RotationFlag
 from workhorse.nn import Decoder
 from workhorse.nn.attention.grouped import Attention
+from workhorse.nn.attention.masks import slopes_of_distance
 from workhorse.nn.attention.self_attention import (
     AllHeadsNorm,
     Float32Rotation,
@@ -172,7 +173,8 @@ def attention(writer: Writer, module: nn.Module, x: Register) -> Register:
     y = writer.reserve(layer.n_heads * layer.value_dim)
     seen = writer.reach(layer.pattern.window, layer.pattern.chunk)
     options, scale = (layer.n_heads, *cached, seen), layer.kernel.scoring.scale
-    writer.write(Op.ATTEND, y, q, k, options=options, numbers=(scale,))
+    slopes = slopes_of_distance(layer.pattern)
+    writer.write(Op.ATTEND, y, q, k, weight=slopes, options=options, numbers=(scale,))
     writer.release(q, k, v)
     if type(layer.inner_norm) is not nn.Identity:
         norm(writer, layer.inner_norm, y, to=y)
@@ -182,7 +184,8 @@ def attention(writer: Writer, module: nn.Module, x: Register) -> Register:
 
 
 def _check(layer: Attention) -> None:
-    if type(layer.kernel) is not DecodingSdpa or layer.pattern.alibi_slopes:
+    other = layer.pattern.alibi_slopes and slopes_of_distance(layer.pattern) is None
+    if type(layer.kernel) is not DecodingSdpa or other:
         raise CannotTranslate("an attention kernel or bias without an instruction")
     parts = (layer.q_clip, layer.k_clip, layer.v_clip, layer.scale_queries, layer.gate)
     for part in parts:

@@ -277,6 +277,7 @@ class Prepared {
       case Op::kStore:
         return check_layer(now.options[0], now.options[1]);
       case Op::kAttend:
+        size(now.weight, ScalarType::Float, now.options[0]);
         return check_layer(now.options[1], now.options[2]);
       default:
         return;

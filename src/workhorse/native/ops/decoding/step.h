@@ -36,7 +36,8 @@ enum class Op : int64_t {
   kPackedLinear,  // kLinear with packed from; options[1]: scales, [2]: levels or -1
   kRotate,        // to is rotated in heads of options[0] elements; [1]: angles, [2]: flags
   kStore,         // stores from and other in the cache, as keys and values; options[0]: layer, [1]: table
-  kAttend,        // to = attention of from, options[0] heads; [1]: layer, [2]: table, [3]: reach; numbers[0]: scale
+  kAttend,        // to = attention of from, options[0] heads; [1]: layer, [2]: table, [3]: reach; numbers[0]: scale;
+                  // weight: ALiBi's slopes, float32
   kLast,          // to = the rows of from whose logits are wanted; later instructions have only these rows
 };
 
@@ -387,7 +388,8 @@ struct Pass {
             k.width,
             v.width,
             attend::splits_of(shares, in_all, heads / k.heads * seq),
-            scale};
+            scale,
+            weight<float>(now.weight)};
   }
 };
 

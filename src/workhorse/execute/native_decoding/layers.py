@@ -67,10 +67,12 @@ class DecodingSdpa(Sdpa):
     def render(pattern: AttentionPattern, place: Placement, dtype: torch.dtype) -> Any:
         """Return the visible slots if the native operator can be used, else `Sdpa`'s mask."""
         slopes = slopes_of_distance(pattern)
-        can = place.in_blocks and place.queries.shape[1] <= MOST_QUERIES
-        if pattern.alibi_slopes:  # faster for any number of queries, since no mask is made
-            whole = place.aligned and pattern.reach is None
-            can = slopes is not None and (place.in_blocks or whole)
+        few = place.queries.shape[1] <= MOST_QUERIES
+        can = place.in_blocks and few
+        if pattern.alibi_slopes:  # a mask for PyTorch takes longer than its gemms save
+            few = few or dtype == torch.float32 or not cpu_has("amx_bf16")
+            can = place.in_blocks or (place.aligned and pattern.reach is None)
+            can = can and few and slopes is not None
         if not can or dtype not in ATTENDED or torch.is_grad_enabled():
             return Sdpa.render(pattern, place, dtype)
         last = place.queries + 1  # padding has position -1 and sees nothing

@@ -86,6 +86,7 @@ def test_a_prompt_and_its_completion_are_the_two_strings(kind: str) -> None:
     @example(text="The dog", more=" jumps")
     @example(text="12", more="34")
     @example(text="", more="The dog")
+    @example(text=" ", more=" ")
     def check(text: str, more: str) -> None:
         first, second = tokenizer.encode_parts(text, more)
         assert first == tokenizer.encode(text)

@@ -146,7 +146,7 @@ class Tokenizer:
         string has characters of both.
         """
         first, whole = self.encode_batch([text, text + more])
-        if whole[: len(first)] == first and len(whole) > len(first):
+        if whole[: len(first)] == first:
             return first, whole[len(first) :]
         return first, self.encode_batch([more], begins=False)[0]
 

@@ -1,4 +1,4 @@
-"""A decoder with a rolling cache and a full cache, and its completions and logits."""
+"""A decoder with windowed and with full layers, and its completions and logits."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ WINDOW = 6
 
 
 def local_and_global(width: int = 64, layers: int = 3) -> DecoderConfig:
-    """A config with layers of both kinds: a rolling cache and a full cache."""
+    """A config with layers of both kinds: with a window and without."""
     return DecoderConfig.from_dict(
         {
             "vocab_size": 61,

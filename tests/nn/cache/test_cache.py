@@ -1,4 +1,4 @@
-"""Decoding with a cache equals the full forward, in any split, ragged, rolling and reordered."""
+"""Decoding with a cache equals the full forward, in any split, ragged and with windows."""
 
 import pytest
 import torch
@@ -129,7 +129,7 @@ def windowed(**attention: object) -> DecoderConfig:
 @pytest.mark.parametrize("split", [[1] * 100, [42, 1, 1, 56], [3, 7, 32, 31, 27], [100]])
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 @torch.no_grad()
-def test_a_rolling_cache_wraps_many_times(
+def test_a_window_releases_blocks_many_times(
     limit: dict[str, int], split: list[int], kernel: str
 ) -> None:
     config = windowed(**limit)
@@ -141,8 +141,8 @@ def test_a_rolling_cache_wraps_many_times(
 
 
 @torch.no_grad()
-def test_a_ragged_rolling_cache_wraps_many_times() -> None:
-    """Rows of different lengths wrap at different steps; one finishes and remains as padding."""
+def test_a_ragged_batch_has_windows_of_different_ends() -> None:
+    """Rows leave blocks at different steps; one finishes and remains as padding."""
     config = windowed(window=4)
     decoder = make(config)
     tokens = random_tokens(config, 3, 30)

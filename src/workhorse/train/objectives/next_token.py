@@ -1,6 +1,7 @@
 """The objective of language modelling: cross-entropy of the next token, also of conversations."""
 
-from typing import Annotated, Literal
+from abc import abstractmethod
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -43,7 +44,7 @@ class NextTokenConfig(ObjectiveConfig):
         if self.dft and self.label_smoothing:
             raise ConfigError("label_smoothing has no effect with dft=true; remove it")
 
-    def build(self, decoder: Decoder, team: Team = None) -> "NextToken | DynamicFineTuning":
+    def build(self, decoder: Decoder, team: Team = None) -> "NextToken | TokenLoss":
         if self.label_smoothing:
             return LabelSmoothing(decoder, self.label_smoothing, self.z_loss, team)
         return (DynamicFineTuning if self.dft else NextToken)(decoder, self.z_loss, team)
@@ -70,26 +71,27 @@ class NextToken(ModelObjective):
         return Outcome(losses.sum(), count, figures)
 
 
-class DynamicFineTuning(ModelObjective):
-    """`Σ -p(target) · log p(target)`, in nats, where the factor p has no gradient.
-
-    Paper: 2508.05629.
+class TokenLoss(ModelObjective):
+    """Base class of losses that replace the cross-entropy of each token, which is still reported.
 
     Args:
         decoder: the model to train.
-        z_loss: weight of the z-loss, as for `NextToken`; it is not multiplied by the probability.
+        z_loss: weight of the z-loss, as for `NextToken`; it is added to the loss.
         team: see `Team`.
+
+    Attributes:
+        figure: the name under which the loss is logged, without the z-loss.
     """
 
-    figure = "dft_loss"
+    figure: ClassVar[str]
 
     def __init__(self, decoder: Decoder, z_loss: float = 0.0, team: Team = None) -> None:
         super().__init__(decoder, TokenLogprobs(), team)
         self.z_loss = z_loss
 
+    @abstractmethod
     def losses(self, x: Tensor, scores: Logprobs) -> Tensor:
         """Compute the loss of each target, (batch, seq); `x` is the input of the head."""
-        return -scores.target * scores.target.detach().exp()
 
     def forward(self, batch: Batch) -> Outcome:
         x, scores = self.hidden_and_score(batch)
@@ -103,8 +105,17 @@ class DynamicFineTuning(ModelObjective):
         return Outcome(losses + z, self.count(batch), figures)
 
 
-class LabelSmoothing(DynamicFineTuning):
-    """`Σ -(1 - ε) · log p(target) - ε · mean(log p)`, in nats; the mean is over the vocabulary."""
+class DynamicFineTuning(TokenLoss):
+    """`-p(target) · log p(target)`, in nats, where the factor p has no gradient (2508.05629)."""
+
+    figure = "dft_loss"
+
+    def losses(self, x: Tensor, scores: Logprobs) -> Tensor:
+        return -scores.target * scores.target.detach().exp()
+
+
+class LabelSmoothing(TokenLoss):
+    """`-(1 - ε) · log p(target) - ε · mean(log p)`, in nats; the mean is over the vocabulary."""
 
     figure = "smoothed_loss"
 

@@ -79,5 +79,5 @@ def test_label_smoothing_refuses_what_it_cannot_compute(make_recipe: MakeRecipe)
     with pytest.raises(ConfigError, match="label_smoothing has no effect with dft=true"):
         NextTokenConfig(label_smoothing=0.1, dft=True)
     fields = make_recipe(objective={"kind": "next_token", "label_smoothing": 0.1}).to_dict()
-    with pytest.raises(ConfigError, match="objective=next_token with label_smoothing needs"):
+    with pytest.raises(ConfigError, match="pipeline=2 divides the logits that label_smoothing="):
         Recipe.from_dict({**fields, "parallel": {"pipeline": 2}})

@@ -40,7 +40,6 @@ class DistillConfig(ObjectiveConfig):
     """
 
     kind: Literal["distill"] = "distill"
-    needs_all_logits = True
     loss_unit = "nats per token"
     teacher: str
     """The teacher: a run directory, a Hugging Face directory, a GGUF file or a hub id."""
@@ -49,6 +48,10 @@ class DistillConfig(ObjectiveConfig):
     Between them: the generalised Jensen-Shannon divergence
     `beta · KL(teacher || m) + (1 - beta) · KL(model || m)`, where m is the mixture
     `beta · teacher + (1 - beta) · model`."""
+
+    @property
+    def needs_all_logits(self) -> str:
+        return f"objective={self.kind}"
 
     def fingerprint(self) -> str:
         """The SHA-256 of the teacher's weights; see `hash_of`."""

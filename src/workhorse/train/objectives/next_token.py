@@ -44,6 +44,10 @@ class NextTokenConfig(ObjectiveConfig):
         if self.dft and self.label_smoothing:
             raise ConfigError("label_smoothing has no effect with dft=true; remove it")
 
+    @property
+    def needs_all_logits(self) -> str:
+        return f"label_smoothing={self.label_smoothing}" if self.label_smoothing else ""
+
     def build(self, decoder: Decoder, team: Team = None) -> "NextToken | TokenLoss":
         if self.label_smoothing:
             return LabelSmoothing(decoder, self.label_smoothing, self.z_loss, team)

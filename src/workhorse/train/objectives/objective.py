@@ -49,16 +49,19 @@ class ObjectiveConfig(Config):
 
     Attributes:
         needs: the optional fields of a `Batch` that the objective requires.
-        needs_all_logits: True if layers and depth of the model cannot be divided among ranks.
         headline: keys of the logged figures that show progress, the most important first. Figures
             that a run does not log are omitted. Without `loss` in it, the loss measures nothing.
         loss_unit: the unit of the logged loss; empty if it has none.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
-    needs_all_logits: ClassVar[bool] = False
     headline: ClassVar[tuple[str, ...]] = ("loss",)
     loss_unit: ClassVar[str] = ""
+
+    @property
+    def needs_all_logits(self) -> str:
+        """The setting that needs all logits of a token on one rank; empty if none does."""
+        return ""
 
     @property
     def rows_together(self) -> int:

@@ -16,7 +16,6 @@ from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.parts import check_divisible
 from workhorse.tokenizers import TokenizerConfig, tokenizer_config, train_tokenizer
 from workhorse.train.objectives.balance import check_balance
-from workhorse.train.objectives.next_token import NextTokenConfig
 from workhorse.train.recipe.training import TrainConfig
 
 
@@ -123,12 +122,10 @@ class Recipe(Config):
                 "train",
             )
         divided = [name for name in ("tensor", "pipeline") if self.parallel.ways[name] > 1]
-        objective = self.train.objective
-        smoothed = isinstance(objective, NextTokenConfig) and objective.label_smoothing > 0
-        if divided and (objective.needs_all_logits or smoothed):
+        if divided and (setting := self.train.objective.needs_all_logits):
             raise ConfigError(
-                f"{divided[0]}={self.parallel.ways[divided[0]]} divides the logits that objective="
-                f"{objective.kind}{' with label_smoothing' * smoothed} needs; use shard or context",
+                f"{divided[0]}={self.parallel.ways[divided[0]]} divides the logits that {setting} "
+                "needs; use shard or context",
                 "parallel",
             )
         return self

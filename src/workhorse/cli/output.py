@@ -120,13 +120,12 @@ def next_command(*words: str) -> str:
     return f"next: {shlex.join([str(program), *words])}"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows as lines of a table: the first column flush left, the others flush right."""
+def aligned(rows: Sequence[Sequence[str]], justify: Callable[..., str] = str.rjust) -> list[str]:
+    """Format rows as lines of a table: the first column flush left, the others by `justify`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
     for name, *cells in rows:
-        numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        lines.append("  ".join([name.ljust(widths[0]), *numbers]).rstrip())
+        lines.append("  ".join([name.ljust(widths[0]), *map(justify, cells, widths[1:])]).rstrip())
     return lines
 
 

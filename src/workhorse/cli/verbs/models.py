@@ -13,7 +13,7 @@ from workhorse.cli.loading import json_option
 from workhorse.cli.output import aligned, print_result, warn
 
 Rows = list[dict[str, Any]]
-TABLE = ("name", "parameters", "wiring", "norm", "positions", "attention")
+SYSTEM_COLUMNS = ("name", "parameters", "wiring", "norm", "positions", "attention")
 COLUMNS = ("name", "params", "layers", "d_model", "heads", "d_ff", "vocab", "length")
 
 
@@ -76,9 +76,8 @@ def table(name: str, as_json: bool) -> None:
     if len(rows) == 1:
         text = "\n".join(_entry(key, value or "none") for key, value in rows[0].items())
     else:
-        cells = [TABLE, *([_brief(found.get(key, "—")) for key in TABLE] for found in rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        text = "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+        cells = [[_brief(found.get(key, "—")) for key in SYSTEM_COLUMNS] for found in rows]
+        text = "\n".join(aligned([SYSTEM_COLUMNS, *cells], str.ljust))
     print_result({"systems": rows}, as_json, text)
 
 

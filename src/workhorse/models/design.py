@@ -16,6 +16,7 @@ from workhorse.nn.embedding import HeadConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.feedforward import ClampedGatedMlpConfig, GatedMlpConfig, MlpConfig
 from workhorse.nn.norms import NormConfig
+from workhorse.nn.positions.absolute import AlibiConfig
 
 WIRINGS: dict[type[WiringConfig], str] = {
     PreNormConfig: "pre-norm",
@@ -29,7 +30,6 @@ NORMS = {"none": "no norm", "rms_norm": "RMSNorm", "layer_norm": "LayerNorm"}
 GATED = {"silu": "SwiGLU", "gelu": "GeGLU", "gelu_tanh": "GeGLU", "relu": "ReGLU", "sigmoid": "GLU"}
 """Names of gated feed-forwards by their activation (2002.05202)."""
 ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu": "ReLU", "relu2": "ReLU²"}
-PAPERS_BOUND = 8  # ALiBi's smallest slope is 2^-8 in its paper (2108.12409 §3)
 POSITIONS = {
     "none": "",
     "learned": "learned",
@@ -109,10 +109,9 @@ def _position(block: WiringConfig) -> str:
     kind = block.attention.position.kind
     rope = block.rope
     if rope is None:
-        bound = getattr(block.attention.position, "max_bias", PAPERS_BOUND)
-        return POSITIONS.get(kind, kind) + (
-            "" if bound == PAPERS_BOUND else f" (maximum bias {bound:g})"
-        )
+        usual = AlibiConfig().max_bias  # the bound of the paper
+        bound = getattr(block.attention.position, "max_bias", usual)
+        return POSITIONS.get(kind, kind) + (f" (maximum bias {bound:g})" * (bound != usual))
     part = "" if rope.fraction == 1 else f" on {rope.fraction:.0%} of a head"
     scaling = "" if rope.scaling is None else f", {rope.scaling.kind} scaling"
     return f"{POSITIONS[kind]}{part} (theta {rope.theta:,.0f}{scaling})"

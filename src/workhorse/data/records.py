@@ -24,15 +24,15 @@ def text_records(
 ) -> Iterator[tuple[str, str]]:
     """Yield the (name, text) of each record of a file."""
     if isinstance(source, TextConfig):
-        texts = _divided(path, source, advice)
-        return ((f"{path}:{number}", text) for number, text in enumerate(texts) if text.strip())
+        texts = enumerate(_divided(path, source, advice), start=1)
+        return ((f"{path}:{number}", text) for number, text in texts if text.strip())
     if isinstance(source, JsonlConfig):
         return _read_jsonl(path, source, advice)
     return _read_parquet(path, source, advice)
 
 
 def _divided(path: Path, source: TextConfig, advice: Advice) -> Iterator[str]:
-    """Yield the documents of a text file with several."""
+    """Yield the documents of a text file, divided by `source.documents`."""
     lines = source.documents == "lines"
     separator, held, found = "\n" if lines else str(source.documents), "", lines
     for block in read_text(path, source.errors, advice):

@@ -43,7 +43,7 @@ def attend_natively(decoder: Decoder, decoding: Decoding) -> None:
 MOST_QUERIES = 32
 """Maximum queries per head for which `Decoding.attend` is used. For more, gemms are faster."""
 BLOCK = 16
-"""Keys in a block of the layout that `Decoding.attend` reads."""
+"""Number of keys in a block of `attend_to_all`; `Decoding.attend` needs a multiple of 16."""
 ATTENDED = (torch.bfloat16, torch.float32)
 
 
@@ -66,13 +66,12 @@ class DecodingSdpa(Sdpa):
     @staticmethod
     def render(pattern: AttentionPattern, place: Placement, dtype: torch.dtype) -> Any:
         """Return the visible slots if the native operator can be used, else `Sdpa`'s mask."""
-        slopes = slopes_of_distance(pattern)
-        few = place.queries.shape[1] <= MOST_QUERIES
+        slopes, few = slopes_of_distance(pattern), place.queries.shape[1] <= MOST_QUERIES
         can = place.in_blocks and few
-        if pattern.alibi_slopes:  # a mask for PyTorch takes longer than its gemms save
-            few = few or dtype == torch.float32 or not cpu_has("amx_bf16")
-            can = place.in_blocks or (place.aligned and pattern.reach is None)
-            can = can and few and slopes is not None
+        if pattern.alibi_slopes:  # only a matrix unit saves more than a mask for PyTorch costs
+            faster = few or dtype == torch.float32 or not cpu_has("amx_bf16")
+            readable = place.in_blocks or (place.aligned and pattern.reach is None)
+            can = faster and readable and slopes is not None
         if not can or dtype not in ATTENDED or torch.is_grad_enabled():
             return Sdpa.render(pattern, place, dtype)
         last = place.queries + 1  # padding has position -1 and sees nothing
@@ -92,10 +91,8 @@ class DecodingSdpa(Sdpa):
                 return self.decoding.attend(q, k.blocks, v.blocks, **seen, scale=self.scoring.scale)
             k, v = k.gathered(), v.gathered()
         if isinstance(mask, Seen):
-            how = {"slopes": mask.slopes, "scale": self.scoring.scale}
-            return attend_to_all(
-                self.decoding, q, cast(Keys, k), cast(Values, v), causal=True, **how
-            )
+            how = {"causal": True, "slopes": mask.slopes, "scale": self.scoring.scale}
+            return attend_to_all(self.decoding, q, cast(Keys, k), cast(Values, v), **how)
         return super().forward(q, cast(Keys, k), cast(Values, v), mask)
 
 

@@ -37,7 +37,7 @@ class TrainingSdpa(Sdpa):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor | None, bool]) -> Tensor:
         hidden, causal = mask
-        slopes = hidden if causal else None  # a mask is never with `is_causal`
+        slopes = hidden if causal else None  # see `render`: a causal pass has no mask
         if self.decoding is not None and causal and (odd := q.shape[2] % 2):
             longer = (F.pad(x, (0, 0, 0, odd)) for x in (q, k, v))  # no query sees the last key
             return self(*longer, mask)[:, :, :-odd]

@@ -1,7 +1,7 @@
 """A view of a paged cache for compiled steps, with only tensors as state.
 
 A `PagedView` counts tokens in Python ints, so a compiler would recompile for every token. A
-`FixedCache` uses the view's tensors for one pass over at most `slack + 1` new tokens of each row.
+`FixedCache` uses the view's tensors for one pass over up to `slack + 1` new tokens of each row.
 The caller reserves blocks for the new tokens before the pass (`PagedView.reserve`) and counts the
 tokens after it (`PagedView.advance`).
 """
@@ -42,7 +42,7 @@ class CacheTensors(NamedTuple):
 
 
 def layout_of(view: PagedView) -> Layout:
-    """The `Layout` of a view's cache."""
+    """Return the `Layout` of the cache of a view."""
     layers = tuple((store.pool.reach, store.in_blocks) for store in view.cache.stores)
     return Layout(layers, view.slack)
 
@@ -60,9 +60,7 @@ def tensors_of(view: PagedView) -> CacheTensors:
 
 
 class FixedCache(CacheView):
-    """A view of a paged cache for one pass of a compiled step, with only tensors as state.
-
-    The pass may add at most `slack + 1` tokens to each row.
+    """A view of a paged cache for one pass of a compiled step.
 
     Args:
         layout: result of `layout_of` for a `PagedView`.

@@ -141,7 +141,7 @@ class PagedView(CacheView):
     Args:
         cache: the cache.
         sequences: its sequences.
-        capacity: maximum number of tokens per row; None: what the cache has blocks for.
+        capacity: maximum number of tokens per row; None: limited only by the blocks of the cache.
     """
 
     def __init__(

@@ -94,8 +94,7 @@ def test_presence_and_frequency_count_the_new_text_only():
 
 
 def test_history_follows_its_rows():
-    past = history([[1], [2]], [[5, 5], [6, 7]])
-    past.select_rows(torch.tensor([1]))
+    past = history([[1], [2]], [[5, 5], [6, 7]]).copy([1])
     past.add(torch.tensor([7]))
     assert past.counts.nonzero().tolist() == [[0, 6], [0, 7]]
     assert past.counts[0, 7] == 2

@@ -214,9 +214,6 @@ class History:
         index = torch.tensor(rows, device=self.counts.device)
         return History(self.prompt[index], self.counts[index])
 
-    def select_rows(self, index: Tensor) -> None:
-        self.prompt, self.counts = self.prompt[index], self.counts[index]
-
 
 Shaper = Callable[[Tensor, History | None], Tensor]
 """Function that applies bias, penalties, temperature and filters:

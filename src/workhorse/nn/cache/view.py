@@ -59,7 +59,7 @@ class CacheView(ABC):
 
     Attributes:
         entries: cache entries of all layers, in the order of their `Block.cache_stores`.
-        length: number of columns used so far; without padding, the length of the longest row.
+        length: number of cached tokens in the longest row.
         lengths: number of cached tokens in each row, int64 `(batch,)`.
         uniform: True if all rows hold the positions 0, 1, 2 … to the same length, without padding.
         slack: number of newest tokens that `truncate` can always remove.

@@ -78,12 +78,8 @@ class PeftConfig(Config):
 
     def targets(self) -> tuple[str, ...]:
         """Names of modules that all have an update. A regular expression is not matched."""
-        chosen = self.exclude_modules or self.layers_to_transform not in (None, [])
-        return (
-            ()
-            if chosen or isinstance(self.target_modules, str)
-            else tuple(self.target_modules or ())
-        )
+        names = () if isinstance(self.target_modules, str) else tuple(self.target_modules or ())
+        return () if self.exclude_modules or self.layers_to_transform not in (None, []) else names
 
 
 def read_config(path: Path) -> PeftConfig:

@@ -78,16 +78,11 @@ class NextToken(ModelObjective):
 class TokenLoss(ModelObjective):
     """Base class of losses that replace the cross-entropy of each token, which is still reported.
 
-    Args:
-        decoder: the model to train.
-        z_loss: weight of the z-loss, as for `NextToken`; it is added to the loss.
-        team: see `Team`.
-
-    Attributes:
-        figure: the name under which the loss is logged, without the z-loss.
+    The arguments are as for `NextToken`. The z-loss is added to the loss.
     """
 
     figure: ClassVar[str]
+    """The name under which the loss is logged, without the z-loss."""
 
     def __init__(self, decoder: Decoder, z_loss: float = 0.0, team: Team = None) -> None:
         super().__init__(decoder, TokenLogprobs(), team)

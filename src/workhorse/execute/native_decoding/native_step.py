@@ -319,9 +319,9 @@ class KeptProgram(NamedTuple):
 
     @property
     def is_cast_in_part(self) -> bool:
-        """True if a weight has another dtype than when the program was made."""
-        ours = (one for one in self.program.weights if isinstance(one, torch.nn.Parameter))
-        return any(one.is_floating_point() and one.dtype != self.program.dtype for one in ours)
+        """True if a parameter has a new dtype since translation; ALiBi's slopes stay float32."""
+        weights = (one for one in self.program.weights if isinstance(one, torch.nn.Parameter))
+        return any(one.is_floating_point() and one.dtype != self.program.dtype for one in weights)
 
     @property
     def is_contiguous(self) -> bool:

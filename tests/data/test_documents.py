@@ -96,6 +96,9 @@ def test_a_separator_must_occur(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     refused = r"characters of \S*a.txt do not contain data.corpus.documents='---'; use a string"
     with pytest.raises(WorkhorseError, match=f"^8 {refused}"):
         texts(validation_fraction=0, **corpus)
+    for typed, remedy in {"line": "did you mean 'lines'", r"\n\n": "in double quotes"}.items():
+        with pytest.raises(WorkhorseError, match=remedy):
+            texts(validation_fraction=0, **{**corpus, "documents": typed})
     monkeypatch.setattr(records, "LONGEST", 5)  # also if a document would fill the memory
     (tmp_path / "a.txt").write_text("one---two, three")
     with pytest.raises(WorkhorseError, match=f"^10 {refused}"):

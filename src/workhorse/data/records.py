@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from workhorse.data.config import JsonlConfig, ParquetConfig, TextConfig
 from workhorse.data.files import HEAD_BYTES, Advice, bad_byte, check_head, open_bytes, read_text
-from workhorse.errors import WorkhorseError, nearest, shown, to_install
+from workhorse.errors import WorkhorseError, meant, nearest, shown, to_install
 from workhorse.files.text_formats import json_fault
 
 if TYPE_CHECKING:
@@ -42,9 +42,12 @@ def _divided(path: Path, source: TextConfig, advice: Advice) -> Iterator[str]:
         if len(held) > LONGEST:
             break
     if len(held) > LONGEST or (held and not found):
+        remedy = meant(separator, ["lines"]) or "use a string that separates its documents"
+        if "\\" in separator:
+            remedy = r'write \n in double quotes ("\n"), or YAML does not read it as a line end'
         raise WorkhorseError(
             f"{len(held):,} characters of {path} do not contain {advice.key}.documents="
-            f"{shown(separator)}; use a string that separates its documents"
+            f"{shown(separator)}; {remedy}"
         )
     yield held
 

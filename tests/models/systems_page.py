@@ -32,7 +32,9 @@ workhorse models table falcon-40b
 {falcon}
 ```
 
-`models show` prints the design of any other model. `--json` prints the table as data.
+The counts and numbers of heads are ranges over the sizes of a system. `workhorse models list
+falcon` prints both for each size. `workhorse models show NAME` prints the design of any other
+model. `--json` prints the table as data.
 
 The tables below have all columns. `make reference` writes this page. Wiring, norm, positions,
 heads, counts, vocabulary and context come from the configs of the [presets](models.md). The other

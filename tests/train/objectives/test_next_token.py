@@ -13,6 +13,8 @@ from workhorse.data import Batch
 from workhorse.nn import IGNORE
 from workhorse.train import Recipe
 from workhorse.train.objectives.next_token import NextTokenConfig
+from workhorse.transforms.adapters import add_adapter
+from workhorse.transforms.lora import LoraConfig
 
 
 def test_dynamic_fine_tuning_weighs_each_token_by_its_probability() -> None:
@@ -76,6 +78,9 @@ def test_label_smoothing_is_that_of_pytorch(head: dict[str, object]) -> None:
 def test_label_smoothing_refuses_what_it_cannot_compute(make_recipe: MakeRecipe) -> None:
     with pytest.raises(ConfigError, match="label_smoothing needs a head without cap; set"):
         NextTokenConfig(label_smoothing=0.1).build(model(head={"cap": 5.0}))
+    adapted = add_adapter(model(), LoraConfig(targets=("head.proj",)))
+    with pytest.raises(ConfigError, match="remove the head from adapter"):
+        NextTokenConfig(label_smoothing=0.1).build(adapted)
     with pytest.raises(ConfigError, match="label_smoothing has no effect with dft=true"):
         NextTokenConfig(label_smoothing=0.1, dft=True)
     fields = make_recipe(objective={"kind": "next_token", "label_smoothing": 0.1}).to_dict()

@@ -120,8 +120,12 @@ class LabelSmoothing(TokenLoss):
 
     def __init__(self, decoder: Decoder, epsilon: float, z_loss: float, team: Team) -> None:
         super().__init__(decoder, z_loss, team)
-        if not is_linear(decoder.head) or shaping_of(decoder.head).cap is not None:
+        if shaping_of(decoder.head).cap is not None:
             raise ConfigError("label_smoothing needs a head without cap; set model.head.cap=null")
+        if not is_linear(decoder.head):
+            raise ConfigError(
+                "label_smoothing needs a head without update; remove the head from adapter.targets"
+            )
         self.epsilon = epsilon
 
     def losses(self, x: Tensor, scores: Logprobs) -> Tensor:

@@ -152,7 +152,7 @@ def test_unknown_characters_are_warned_of_and_counted(capsys) -> None:
     assert min(unknown.values()) > 0
     assert main(["data", "inspect", "recipe.yaml", few]) == 0
     said = capsys.readouterr()
-    (warning,) = (line for line in said.err.splitlines() if "are unknown characters" in line)
+    (warning,) = (line for line in said.err.splitlines() if "are unknown: the model" in line)
     assert warning.startswith(f"warning: {sum(unknown.values())} of ")
     head, train = said.out.splitlines()[:2]
     assert head.split()[4:] == ["unknown", "weight"]

@@ -132,7 +132,7 @@ def test_unknown_characters_are_told_where_they_flatter(
     few = "tokenizer={kind: characters, vocab_size: 9}"
     assert main(["train", recipe, few]) == 0
     said = capsys.readouterr()
-    assert "are unknown characters: the model cannot learn them, and they" in said.err
+    assert "are unknown: the model cannot learn their text, and they" in said.err
     assert "bits per byte (too low: " in said.err
     assert "bits per byte (too low: " in said.out
     page = Path("runs/tiny/report.html").read_text("utf-8")

@@ -195,7 +195,7 @@ def _why_none(plan: Plan, name: str, variants: dict[str, dict[str, Any]]) -> str
         if variants[one]["diverged"]:
             return f"{one} diverged on at least one seed"
         if plan.measure == "bits_per_byte" and variants[one]["unknown_rate"]:
-            return f"the tokenizer of {one} has unknown characters, so its loss is too low"
+            return f"the tokenizer of {one} has unknown tokens, so its loss is too low"
     return ""
 
 
@@ -253,8 +253,7 @@ def _notes(
             notes.append(variant["learned_nothing"])
         if unknown := variant["unknown_rate"]:
             notes.append(
-                f"{name}: {unknown:.2%} of the held-out tokens are unknown characters, so its "
-                "loss is too low"
+                f"{name}: {unknown:.2%} of the held-out tokens are unknown, so its loss is too low"
             )
     return notes
 

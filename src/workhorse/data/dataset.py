@@ -224,15 +224,15 @@ def mostly_held_out(dataset: Dataset) -> str | None:
 
 
 def unknown_text(dataset: Dataset) -> str | None:
-    """Return a warning if the text has characters outside the vocabulary, else None."""
+    """Return a warning if the text has characters or words outside the vocabulary, else None."""
     splits = [split for split in (dataset.train, dataset.validation) if split is not None]
     unknown = sum(stream.n_unknown for split in splits for stream in split.streams)
     if not unknown:
         return None
     tokens = sum(split.n_tokens for split in splits)
     return (
-        f"{unknown:,} of {tokens:,} tokens ({unknown / tokens:.2%}) are unknown characters: the "
-        "model cannot learn them, and they make its loss and bits per byte too low; use a "
+        f"{unknown:,} of {tokens:,} tokens ({unknown / tokens:.2%}) are unknown: the model "
+        "cannot learn their text, and they make its loss and bits per byte too low; use a "
         "tokenizer with byte tokens (kind: bpe, or byte_fallback: true)"
     )
 

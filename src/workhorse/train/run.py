@@ -49,7 +49,7 @@ class TrainResult:
     bits_per_byte: float | None
     """Bits per byte of the last validation; see `Validation`."""
     unknown_rate: float | None
-    """Fraction of the held-out tokens that are unknown characters; see `Validation`."""
+    """Fraction of the held-out tokens that are unknown; see `Validation`."""
     tokens: int
     """Number of predicted tokens trained on."""
     skipped_steps: int

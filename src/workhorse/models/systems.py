@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.models import LOADER, find_preset
 
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
@@ -28,7 +28,7 @@ def find_systems(text: str = "") -> list[System]:
     exact = [one for names, one in named if text.lower() in names]
     found = exact or [one for names, one in named if text.lower() in " ".join(names)]
     if not found:
-        raise WorkhorseError(f"no system is named {text!r}; workhorse models table lists them")
+        raise WorkhorseError(f"no system is named {shown(text)}; workhorse models table lists them")
     return found
 
 

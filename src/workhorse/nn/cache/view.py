@@ -62,7 +62,8 @@ class CacheView(ABC):
         length: number of cached tokens in the longest row.
         lengths: number of cached tokens in each row, int64 `(batch,)`.
         uniform: True if all rows hold the positions 0, 1, 2 … to the same length, without padding.
-        slack: number of newest tokens that `truncate` can always remove.
+        slack: number of newest tokens, of the longest length so far, that `truncate` can always
+            remove.
         parts: if the pass packs several batches into one row of tokens, the view of each batch and
             its number of new tokens per sequence; otherwise empty.
     """

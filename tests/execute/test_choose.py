@@ -23,7 +23,7 @@ from workhorse.train.step.build import build_step, training_operators
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
 CPU = torch.device("cpu")
 LINE = re.compile(
-    r"decode: (?:reference(?:; .+)?|native \([A-Z0-9-]+\), "
+    r"decode: (?:reference(?:; .+)?|native \((?:[A-Z0-9-]+|plain)\), "
     r"(?:whole steps|(\d+) of (\d+) modules(?:; by PyTorch: ([\w, ]+))?(?:; no whole steps: .+)?))"
 )
 EACH = pytest.mark.parametrize(

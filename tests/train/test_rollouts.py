@@ -280,8 +280,7 @@ def test_the_divergence_from_the_initial_model(tmp_path: Path) -> None:
     train(settings, tmp_path / "whole")
     metrics = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     first, *_, last = [event["kl"] for event in metrics if event["kind"] == "step"]
-    assert first == 0
-    assert last > 1e-6
+    assert first == 0 < last
     shutil.copytree(tmp_path / "whole", run)
     shutil.rmtree(max((run / "checkpoints").glob("*4")))
     train(settings, run, resume=True)

@@ -14,6 +14,7 @@ from tests.execute.native_training.test_linear import (
     NARROW,
     SPLIT,
 )
+from tests.native.machine import needs
 from tests.train.conftest import MODEL
 from workhorse.data import Batch
 from workhorse.execute.native_training.adapters import NativeLoraLinear, replace_adapted
@@ -119,6 +120,7 @@ def test_a_frozen_layer_keeps_no_input(operators: Operators, dtype: torch.dtype)
     torch.testing.assert_close(gradient, 2 * above @ layer.weight, atol=0.05, rtol=2**-7)
 
 
+@needs("vectors")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("targets", ["all", ("q_proj", "v_proj"), ("down_proj",)])
 @pytest.mark.parametrize("dora", [False, True])

@@ -29,7 +29,7 @@ from tests.serve.raw import (
     read_reply,
 )
 from tests.serve.schemas import random_schema
-from workhorse.serve.grammar import MARGIN, Grammars, source_of
+from workhorse.serve.grammar import Grammars, source_of
 from workhorse.serve.messages import GrammarSource
 from workhorse.serve.schema import StructuredOutputs
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
@@ -311,6 +311,8 @@ class ManyTokens:
     def token_bytes(self, token: int) -> bytes:
         return self._tokens[token]
 
+    display_bytes = token_bytes
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
@@ -330,7 +332,7 @@ def test_values_of_generated_schemas_are_valid(count):
     for _ in range(count):
         schema = random_schema(pick)
         source = source_of(StructuredOutputs.model_validate({"json": schema}))
-        grammar = grammars.make(GrammarSource(source), 0, most := 400 + MARGIN)
+        grammar = grammars.make(GrammarSource(source), 0, most := 400)
         tokens: list[int] = []
         while len(tokens) < most and not grammar.ends(tokens, "") and end not in tokens[-1:]:
             logits = torch.randn(tokenizer.vocab_size)

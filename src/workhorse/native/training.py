@@ -25,7 +25,14 @@ class Training(BlockOperators):
     """The dtypes for which `attention` is faster than PyTorch's on this CPU."""
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, slopes: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        slopes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention: `y = softmax(q kᵀ · scale + bias) v`.
 
@@ -55,7 +62,7 @@ class Training(BlockOperators):
         *,
         scale: float,
         causal: bool,
-        slopes: Tensor | None,
+        slopes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of `y = softmax(q kᵀ · scale + bias) v` with respect to q, k and v.
 

@@ -245,7 +245,7 @@ def test_an_adapter_is_part_of_a_step(format: FormatName | None) -> None:
     for adapter, rank in (("one", 8), ("two", 3)):
         add_adapter(plain, LoraConfig(rank=rank), name=adapter)
         for weight in adapter_parameters(plain, adapter).values():
-            weight.normal_(0, 0.1)
+            weight.normal_(0, 0.05)
     decoder = quick(deepcopy(plain))
     assert decoder.why_not_whole() == ""
     found = []

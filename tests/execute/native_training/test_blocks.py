@@ -185,11 +185,11 @@ ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
 )
 def test_weights_may_lie_in_memory_in_any_order(name: str, order: str) -> None:
     native = natively(build("gpt", torch.float32))
-    before = results(native)
+    before = torch.cat([one.flatten() for one in results(native)])
     weight = native.layers[0].get_submodule(name).weight
     weight.data = ORDERS[order](weight.data)
-    for ours, expected in zip(results(native), before, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    after = torch.cat([one.flatten() for one in results(native)])
+    assert (after - before).norm() <= 1e-5 * before.norm()  # a gradient by itself may be nearly 0
 
 
 def test_a_second_derivative_is_refused() -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from workhorse.model.model import Model, describe
 
 __all__ = ["Model", "__version__", "convert", "describe", "load", "save"]
-__version__ = "0.10.0"
+__version__ = "0.11.0"
 
 _HOMES = {
     "Model": "workhorse.model.model",

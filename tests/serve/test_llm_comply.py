@@ -27,6 +27,8 @@ NEED_REASONING = ("chat-reasoning-summary", "reasoning-summary")
 """Ids of the cases that llm-comply skips, because the model has another name than OpenAI's."""
 ADVISORY = "compact-response"
 """Id of a case for a route that OpenAI's API need not have."""
+EMPTY = ["no streaming chunk contained delta.content"]
+"""llm-comply's error about a reply without text."""
 CASES = (*OPENAI_CHAT_TESTS, *OPEN_RESPONSES_TESTS)
 
 
@@ -57,9 +59,9 @@ def test_llm_comply(
 
         return Runner(config, [replace(case, build_request=request)], specification).run_one(case)
 
-    # llm-comply demands text, but a sampled reply in fifteen ends before its first character.
+    # A sampled reply in fifteen ends before its first character, which is valid.
     results = (run(seed) for seed in range(1, 5))
-    result = next((one for one in results if not one.errors), None) or run(1)
+    result = next((one for one in results if one.errors != EMPTY), None) or run(5)
     close_client()
     if case.id in NOT_SERVED:
         assert result.errors[0].startswith("HTTP 400")

@@ -10,7 +10,6 @@ last complete shard.
 import contextlib
 import hashlib
 import json
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -45,7 +44,7 @@ from workhorse.data.sources import (
     why_empty,
 )
 from workhorse.errors import WorkhorseError
-from workhorse.files.writing import TEMPORARY, one_process_at_a_time, writing
+from workhorse.files.writing import TEMPORARY, CannotWriteError, one_process_at_a_time, writing
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer, TokenizerConfig
@@ -95,12 +94,11 @@ def prepare_tokenizer(
         check_text_files(data_config)
         texts = _watched(iterate_documents(data_config), text_bytes(sources), progress)
         tokenizer = train_tokenizer(tokenizer_config, texts)
-        with writing(root):
-            root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".tokenizer-", dir=root) as temporary:
-            tokenizer.save(Path(temporary) / "new")
-            with contextlib.suppress(OSError):  # another process has stored the same tokenizer
-                (Path(temporary) / "new").rename(home)
+        try:
+            tokenizer.save(home)
+        except CannotWriteError:
+            if not home.exists():  # otherwise another process has stored the same tokenizer
+                raise
     tokenizer = load_tokenizer(home)
     if missing := missing_tokens(tokenizer_config, tokenizer):
         notify(

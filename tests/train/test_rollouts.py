@@ -276,11 +276,14 @@ def _rollouts(run: Path) -> list[dict[str, Any]]:
 def test_the_divergence_from_the_initial_model(tmp_path: Path) -> None:
     """It is 0 in the first step. A resumed run reads the initial model from the run directory."""
     objective = {"kind": "policy", "kl_weight": 0.5}
-    settings, run = recipe(objective=objective, micro_batch_size=2), tmp_path / "resumed"
+    optimizer = {"kind": "adamw", "learning_rate": 0.01}
+    settings = recipe(objective=objective, micro_batch_size=2, optimizer=optimizer)
+    run = tmp_path / "resumed"
     train(settings, tmp_path / "whole")
     metrics = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     first, *_, last = [event["kl"] for event in metrics if event["kind"] == "step"]
-    assert first == 0 < last
+    assert first == 0
+    assert last > 1e-6
     shutil.copytree(tmp_path / "whole", run)
     shutil.rmtree(max((run / "checkpoints").glob("*4")))
     train(settings, run, resume=True)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.native.machine import DECODING, OPERATORS
+from workhorse.execute.lower.step import translate
 from workhorse.execute.native_decoding.layers import attend_natively, stream_weights
 from workhorse.execute.native_decoding.native_step import Angles
-from workhorse.execute.native_decoding.translate import translate
 from workhorse.execute.native_training.feedforward import activation_of
 from workhorse.nn import DecoderConfig
 from workhorse.transforms.quantization import QuantizedLinear

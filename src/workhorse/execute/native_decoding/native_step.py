@@ -2,8 +2,8 @@
 
 Module by module, a step makes a hundred Python calls and a hundred thread barriers. For a small
 model either costs more than reading the weights. The operator runs a program of instructions in one
-parallel region. The program is derived from the modules (`program.py`). If a computation has no
-instruction, the step runs module by module.
+parallel region. The program is derived from the modules (`lower/step.py`). If a computation has
+no instruction, the step runs module by module.
 """
 
 import functools
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from workhorse.errors import WorkhorseError
 from workhorse.execute.compiled.compiled_step import CompiledDecoder
+from workhorse.execute.lower.program import CannotTranslate, Program, RotationKey
+from workhorse.execute.lower.step import translate
 from workhorse.execute.native_decoding.layers import DOT_ROWS_BESIDE_GEMM
-from workhorse.execute.native_decoding.program import CannotTranslate, Program, RotationKey
-from workhorse.execute.native_decoding.translate import translate
 from workhorse.native import Operators, Steps
 from workhorse.native.steps import KeptWeights
 from workhorse.nn import Decoder

@@ -3,7 +3,7 @@
 // Values are in registers, which are matrices with a row for each token. A packed register holds fixed-point elements
 // for matmuls with packed weights. An instruction that `joins` the one before it runs right after it for each row;
 // together they form a stage. The threads divide a stage by outputs or by rows, so no sum depends on the number of
-// threads. A stage whose first instruction `waits` begins with a barrier; execute/native_decoding/program.py decides
+// threads. A stage whose first instruction `waits` begins with a barrier; execute/lower/program.py decides
 // which stages wait.
 #pragma once
 

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from workhorse.execute.activation_names import NATIVE_ACTIVATIONS, activation_name
-from workhorse.execute.native_decoding.layers import ATTENDED, DecodingSdpa, StreamedLinear
-from workhorse.execute.native_decoding.program import (
+from workhorse.execute.lower.program import (
     NOWHERE,
     CacheShape,
     CannotTranslate,
@@ -18,6 +17,7 @@ from workhorse.execute.native_decoding.program import (
     Writer,
     record_modules,
 )
+from workhorse.execute.native_decoding.layers import ATTENDED, DecodingSdpa, StreamedLinear
 from workhorse.native.decoding import GROUP
 from workhorse.native.steps import ACTIVATIONS, NormFlag, Op, RotationFlag
 from workhorse.nn import Decoder

@@ -1,0 +1,1 @@
+"""Forms of a model for native operators, derived from a recording of its modules."""

@@ -16,7 +16,7 @@ from workhorse.nn.init import undrawn
 from workhorse.nn.surgery import as_subclass
 from workhorse.transforms.lora import ADAPTED, Adapted, LoraConfig, ends_with, merged_weight
 from workhorse.transforms.quantization import QuantizedWeight
-from workhorse.transforms.record import check, record, shares_weights, transforms_of
+from workhorse.transforms.record import check, is_compiled, record, shares_weights, transforms_of
 
 
 @torch.no_grad()
@@ -295,14 +295,11 @@ def _check_name(decoder: Decoder, name: str, config: LoraConfig) -> None:
 
 def _check_switches(root: nn.Module) -> None:
     """Check that a model calls its layers: programs and CUDA graphs keep the adapter they have."""
-    for part in root.modules():
-        if isinstance(part, Decoder) and any(
-            one.__module__.startswith("workhorse.execute.compiled") for one in type(part).__mro__
-        ):
-            raise WorkhorseError(
-                "a decoder that is compiled for decoding keeps its adapter; switch the adapter of "
-                "the reference, and prepare it again with with_execution"
-            )
+    if is_compiled(root):
+        raise WorkhorseError(
+            "a decoder that is compiled for decoding keeps its adapter; switch the adapter of "
+            "the reference, and prepare it again with with_execution"
+        )
 
 
 def _config_of(decoder: nn.Module, name: str) -> LoraConfig:

@@ -39,7 +39,6 @@ from workhorse.devices.memory import in_large_pages
 from workhorse.devices.tape import recording
 from workhorse.devices.transfer import Destination
 from workhorse.errors import WorkhorseError
-from workhorse.execute.native_decoding.layers import StreamedLinear
 from workhorse.native import Decoding, resolve
 from workhorse.native.decoding import GROUP, LANES
 from workhorse.nn.attention.self_attention import SelfAttention
@@ -467,7 +466,7 @@ def _layers(
     }
     found: list[tuple[str, nn.Linear | GroupedLinear, type[QuantizedWeight]]] = []
     for name, part in parts:
-        if isinstance(part, nn.Linear) and part not in kept and _plain(part):
+        if isinstance(part, nn.Linear) and _plain(part) and part not in kept:
             found.append((name, part, QuantizedLinear))
         elif decoding is not None and type(part) is GroupedLinear:
             found.append((name, part, QuantizedGroupedLinear))
@@ -475,7 +474,8 @@ def _layers(
 
 
 def _plain(layer: nn.Linear) -> bool:
-    return type(layer).forward in (nn.Linear.forward, StreamedLinear.forward)
+    """True if the layer's class computes exactly `nn.Linear`."""
+    return type(layer).forward is nn.Linear.forward
 
 
 def _large_enough(weight: Tensor) -> bool:

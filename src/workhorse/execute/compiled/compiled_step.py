@@ -34,7 +34,7 @@ from workhorse.native.build import sources_digest
 from workhorse.nn import Decoder
 from workhorse.nn.cache.fixed import CacheTensors
 from workhorse.nn.surgery import HookWatch, Members, as_subclass
-from workhorse.transforms.record import transforms_of
+from workhorse.transforms.record import mark_compiled, transforms_of
 
 if TYPE_CHECKING:
     from workhorse.execute.compiled.step_compiler import Program
@@ -147,6 +147,7 @@ def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDeco
             sequence length. Also raised at the first step, if it cannot be compiled.
     """
     check_fixed(decoder, "compiled")
+    mark_compiled(decoder)
     kept = ProgramFolder(folder or cache_folder() / "programs")
     watch = HookWatch(decoder.modules())
     return as_subclass(decoder, CompiledDecoder, folder=kept, programs={}, watch=watch)

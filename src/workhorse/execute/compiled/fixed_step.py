@@ -27,6 +27,7 @@ from workhorse.nn.cache.paged import EMPTY
 from workhorse.nn.cache.paged_view import PagedView
 from workhorse.nn.cache.view import CacheView
 from workhorse.nn.surgery import HookWatch, Members, as_subclass, mixin_class
+from workhorse.transforms.record import mark_compiled
 
 
 class Variant(NamedTuple):
@@ -154,6 +155,7 @@ def capture_steps(decoder: Decoder, recorder: Recorder | None = None) -> "Captur
             sequence length.
     """
     check_fixed(decoder, "captured as CUDA graphs")
+    mark_compiled(decoder)
     kind = mixin_class("Captured", CapturedDecoder, type(decoder))
     options = {"recorder": recorder or CudaGraphs(), "watch": HookWatch(decoder.modules())}
     return as_subclass(decoder, kind, **options)

@@ -8,8 +8,9 @@ import torch
 from tests.execute.native_decoding.stepping import built, without_steps
 from tests.native.machine import needs
 from tests.nn.grid import CAUSAL, COVERING, fixed_length, make, name
-from workhorse.execute.lower.program import CannotTranslate, Program, Writer
+from workhorse.execute.lower.program import Program, Writer
 from workhorse.execute.lower.step import translate
+from workhorse.execute.record import CannotTranslate
 from workhorse.native.steps import Op
 from workhorse.nn import DecoderConfig
 from workhorse.transforms.quantization import FormatName

@@ -10,14 +10,13 @@ from workhorse.execute.activation_names import NATIVE_ACTIVATIONS, activation_na
 from workhorse.execute.lower.program import (
     NOWHERE,
     CacheShape,
-    CannotTranslate,
     Program,
     Register,
     RotationKey,
     Writer,
-    record_modules,
 )
 from workhorse.execute.native_decoding.layers import ATTENDED, DecodingSdpa, StreamedLinear
+from workhorse.execute.record import CannotTranslate, record_modules
 from workhorse.native.decoding import GROUP
 from workhorse.native.steps import ACTIVATIONS, NormFlag, Op, RotationFlag
 from workhorse.nn import Decoder

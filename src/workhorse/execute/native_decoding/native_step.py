@@ -17,9 +17,10 @@ from torch import Tensor
 
 from workhorse.errors import WorkhorseError
 from workhorse.execute.compiled.compiled_step import CompiledDecoder
-from workhorse.execute.lower.program import CannotTranslate, Program, RotationKey
+from workhorse.execute.lower.program import Program, RotationKey
 from workhorse.execute.lower.step import translate
 from workhorse.execute.native_decoding.layers import DOT_ROWS_BESIDE_GEMM
+from workhorse.execute.record import CannotTranslate
 from workhorse.native import Operators, Steps
 from workhorse.native.steps import KeptWeights
 from workhorse.nn import Decoder

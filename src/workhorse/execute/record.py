@@ -1,0 +1,152 @@
+"""Record which module of a decoder, or of one block, computes which value.
+
+Native forms of a model are derived from such a recording. How the modules of a model are connected
+is therefore defined only once, in `nn`.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from workhorse.nn import Decoder
+
+ADDITIONS = (torch.add, Tensor.add, Tensor.__add__)
+QUESTIONS = ("__get__", "dim", "is_floating_point", "numel", "size", "stride")
+"""Names of functions that read only the metadata of a tensor."""
+
+
+class CannotTranslate(Exception):
+    """A decoder computes something for which there is no instruction."""
+
+
+class Computed(NamedTuple):
+    """A recorded computation: the forward pass of a module, or the sum of two values.
+
+    Attributes:
+        module: the module that computed it; None for the sum of the inputs.
+        inputs: ids of the input values.
+        output: id of the output value; the id of an input if the module returned that input.
+    """
+
+    module: nn.Module | None
+    inputs: tuple[int, ...]
+    output: int
+
+
+def record_modules(decoder: Decoder, known: Callable[[nn.Module], bool]) -> list[Computed]:
+    """Run a decoder on one token, and record the computations of known modules and sums in order.
+
+    The token has the id 0.
+
+    Args:
+        decoder: the decoder.
+        known: returns True if a module is recorded as one computation; otherwise its children are
+            recorded.
+
+    Raises:
+        CannotTranslate: the decoder computes something other than known modules and sums.
+    """
+    recorder = _Recorder()
+    token = torch.zeros(1, 1, dtype=torch.int64, device=decoder.device)
+    recorder.number(token)
+    with torch.no_grad(), ExitStack() as hooks:
+        for module in decoder.modules():
+            ours = recorder.enter, recorder.leave
+            enter, leave = ours if known(module) else (recorder.begin, recorder.end)
+            hooks.callback(module.register_forward_pre_hook(enter).remove)
+            hooks.callback(module.register_forward_hook(leave).remove)
+        hooks.enter_context(recorder)
+        logits = decoder(token)
+    if recorder.foreign is None and recorder.computed[-1].output != recorder.number(logits):
+        recorder.foreign = "operations after the last module"
+    if recorder.foreign is not None:
+        raise CannotTranslate(recorder.foreign)
+    return recorder.computed
+
+
+class _Recorder(TorchFunctionMode):
+    """Records computations: hooks record known modules, and this mode records other functions.
+
+    Each tensor has an id.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed: list[Computed] = []
+        self.foreign: str | None = None
+        self._values: list[Tensor] = []  # kept alive, so that ids of live tensors stay unique
+        self._inside = 0
+        self._wirings: list[nn.Module] = []
+        self._thread = threading.get_ident()  # other threads may call the modules meanwhile
+
+    def number(self, value: Tensor) -> int:
+        """Return the id of a tensor; a new tensor gets a new id."""
+        for n, known in enumerate(self._values):
+            if known is value:
+                return n
+        self._values.append(value)
+        return len(self._values) - 1
+
+    def knows(self, value: Tensor) -> bool:
+        return any(known is value for known in self._values)
+
+    def begin(self, module: nn.Module, _inputs: tuple[Any, ...]) -> None:
+        """Hook before the forward pass of a module that is not recorded as one computation."""
+        if threading.get_ident() == self._thread:
+            self._wirings.append(module)
+
+    def end(self, _module: nn.Module, _inputs: tuple[Any, ...], _output: Any) -> None:
+        """Hook after the forward pass of a module that is not recorded as one computation."""
+        if threading.get_ident() == self._thread:
+            self._wirings.pop()
+
+    def enter(self, _module: nn.Module, _inputs: tuple[Any, ...]) -> None:
+        self._inside += threading.get_ident() == self._thread
+
+    def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        self._inside -= 1
+        if not self._inside:
+            self._add(module, (value for value in inputs if isinstance(value, Tensor)), output)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", repr(func))
+        # A property such as `data` is a view, through which the tensor can be changed.
+        if self._inside or (name in QUESTIONS and not isinstance(found, Tensor)):
+            return found
+        values = (*args, *(kwargs or {}).values())
+        given = [value for value in values if isinstance(value, Tensor)]
+        if func in ADDITIONS and len(given) == len(args) == len(values):
+            if all(map(self.knows, given)):
+                self._add(None, given, found)
+        elif any(self.knows(one) for one in given if one.is_floating_point()):
+            self.refuse(name)
+        return found
+
+    def refuse(self, what: str) -> None:
+        """Note a computation that cannot be translated; only the first one is kept.
+
+        Args:
+            what: its name. If a module contains it, the module's class is noted instead.
+        """
+        wiring = type(self._wirings[-1]).__name__ if self._wirings else ""
+        self.foreign = self.foreign or wiring or what
+
+    def _add(self, module: nn.Module | None, inputs: Iterable[Tensor], output: Tensor) -> None:
+        known = tuple(self.number(value) for value in inputs if self.knows(value))
+        if not known:
+            self.refuse(f"the input of {type(module).__name__}")
+        self.computed.append(Computed(module, known, self.number(output)))

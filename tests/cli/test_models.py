@@ -167,6 +167,9 @@ def test_show_of_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["models", "show", "gpt-2"]) == 2
     line = "workhorse: there is no folder, hub id or preset 'gpt-2'; did you mean 'gpt2'?\n"
     assert capsys.readouterr().err == line
+    assert main(["models", "show", "gemini"]) == 2
+    remedy = "its shape is not published, see workhorse models table gemini\n"
+    assert capsys.readouterr().err.endswith(remedy)
     assert main(["models", "show", str(tmp_path)]) == 2
     assert "is not a run directory: it has no recipe.yaml" in capsys.readouterr().err
 
@@ -192,12 +195,21 @@ def test_a_recipe_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 def test_table_of_systems(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, "table").splitlines()
-    assert max(map(len, lines)) <= 90
-    assert lines[0].split() == ["name", "parameters", "wiring", "norm", "positions", "attention"]
+    assert max(map(len, lines)) <= 96
+    columns = ["name", "year", "parameters", "wiring", "norm", "positions", "attention"]
+    assert lines[0].split() == columns
     (llama,) = (line for line in lines if line.startswith("Llama 2 "))
-    assert llama.split()[2:] == ["6.74B–69.0B", "pre-norm", "RMSNorm", "RoPE", "MHA,", "GQA"]
+    assert llama.split()[2:] == [
+        "2023",
+        "6.74B–69.0B",
+        "pre-norm",
+        "RMSNorm",
+        "RoPE",
+        "MHA,",
+        "GQA",
+    ]
     (gpt4,) = (line for line in lines if line.startswith("GPT-4 "))
-    assert gpt4.split()[1:] == ["—"] * 5
+    assert gpt4.split()[1:] == ["2023", *["—"] * 5]
 
 
 def test_table_of_one_system_has_all_columns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,10 +19,12 @@ HEADING = """\
 ```
 workhorse models table            # all systems, in the order of their papers
 workhorse models table llama-     # those with this text in their name or in the name of a preset
+workhorse models table falcon     # one system, with all columns
 ```
 
-The table has the parameters, the wiring, the norm, the positions and the heads of each system. The
-name of one system or preset shows all its columns:
+The table has the year, the parameters, the wiring, the norm, the positions and the heads of each
+system. The name of one system shows all its columns for all its sizes, and the name of a preset
+only for this size:
 
 ```
 workhorse models table falcon-40b
@@ -32,9 +34,9 @@ workhorse models table falcon-40b
 {falcon}
 ```
 
-The counts and numbers of heads are ranges over the sizes of a system. `workhorse models list
-falcon` prints both for each size. `workhorse models show NAME` prints the design of any other
-model. `--json` prints the table as data.
+`layers`, `d_model` and `heads` are in the order of the presets. `128/8` are 128 heads of queries
+and 8 of keys and values. `workhorse models show NAME` prints the design of any other model.
+`--json` prints the table as data.
 
 The tables below have all columns. `make reference` writes this page. Wiring, norm, positions,
 heads, counts, vocabulary and context come from the configs of the [presets](models.md). The other
@@ -68,11 +70,26 @@ TABLES: dict[str, dict[str, str]] = {
         "context": "context",
     },
     """
+## Sizes
+
+**Layers**, **width** (`d_model`) and **heads** are in the order of the presets, or one number for
+all. **Heads**: 128/8 are 128 heads of queries and 8 of keys and values, in the first layer.
+**Vocabulary**: rows of the embedding, with padding.
+
+""": {
+        "system": "name",
+        "presets": "presets",
+        "layers": "layers",
+        "width": "d_model",
+        "heads": "heads",
+        "vocabulary": "vocabulary",
+    },
+    """
 ## Parts
 
 - **Scores**: changes of queries, keys and attention scores. **Window**: the keys that a query sees.
 - **Feed-forward**: the activation (GELU, ReLU, SwiGLU, GeGLU); of a mixture, the experts per token.
-- **Head**: tied to the embedding or not. **Vocabulary**: rows of the embedding, with padding.
+- **Head**: tied to the embedding or not.
 - **Initialisation**: as the source gives it. A preset starts with its `init`, see `models show`.
 
 """: {
@@ -83,7 +100,6 @@ TABLES: dict[str, dict[str, str]] = {
         "window": "reach",
         "head": "head",
         "tokenizer": "tokenizer",
-        "vocabulary": "vocabulary",
         "initialisation": "init",
     },
     """
@@ -96,7 +112,6 @@ source lacks or contradicts.
 """: {
         "system": "name",
         "paper": "paper",
-        "presets": "presets",
         "printed": "printed",
         "differs from": "differs",
         "gaps": "gaps",

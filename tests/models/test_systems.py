@@ -10,7 +10,8 @@ import pytest
 from tests.models.systems_page import ROOT, page
 from workhorse.errors import WorkhorseError
 from workhorse.models import find_preset, preset, preset_names, presets
-from workhorse.models.systems import find_systems, merged, row
+from workhorse.models.describe import summary
+from workhorse.models.systems import find_systems, merged, near_system, row
 from workhorse.nn.positions.absolute import AlibiConfig
 
 SYSTEMS = find_systems()
@@ -62,13 +63,30 @@ def test_a_norm_before_the_head_is_absent_only_from_post_norm_models() -> None:
     [
         ("GPT-2", {"parameters": "124M–1.56B", "printed": "117M–1542M", "vocabulary": "50,257"}),
         (
-            "llama-2-70b",
+            "llama 2",
             {
                 "name": "Llama 2",
                 "attention": "7b, 13b: MHA (multi-head); 34b, 70b: GQA (grouped-query, 8 for 64)",
+                "layers": "32, 40, 48, 80",
+                "d_model": "4096, 5120, 8192, 8192",
+                "heads": "32, 40, 64/8, 64/8",
                 "context": "4,096",
             },
         ),
+        (
+            "Llama-2-70b",
+            {
+                "name": "Llama 2",
+                "presets": ["llama-2-70b"],
+                "parameters": "69.0B",
+                "printed": "70B",
+                "layers": "80",
+                "heads": "64/8",
+                "attention": "GQA (grouped-query, 8 for 64)",
+            },
+        ),
+        ("gpt2", {"name": "GPT-2", "parameters": "124M", "heads": "12", "printed": "117M"}),
+        ("deepseek-v2", {"heads": "128", "attention": "MLA (latent)"}),
         ("mixtral", {"parameters": "46.7B–141B, 12.9B–39.2B active"}),
         ("Mistral 7b", {"reach": "v0.1: window 4,096; v0.3: none"}),
         ("gemini", {"attention": "MQA (multi-query)", "presets": []}),
@@ -91,6 +109,23 @@ def test_a_name_is_exact_before_it_is_a_part() -> None:
     assert [one["name"] for one in find_systems("storywriter")] == ["MPT-7B-StoryWriter"]
     with pytest.raises(WorkhorseError, match="no system is named 'claude'; workhorse models table"):
         find_systems("claude")
+
+
+def test_punctuation_in_a_name_may_differ() -> None:
+    for name in ("gpt4", "GPT 4", "gpt-4"):
+        assert [one["name"] for one in find_systems(name)] == ["GPT-4"]
+    assert near_system("gpt4") == "its shape is not published, see workhorse models table gpt-4"
+    assert near_system("gpt3") == "did you mean 'gpt3-125m'?"
+    assert near_system("gem") == ""
+
+
+def test_heads_of_every_size_are_those_of_the_list() -> None:
+    for one in SYSTEMS:
+        sizes = [summary(find_preset(name)) for name in one["presets"]]
+        counts = [{size["n_heads"], size["n_kv_heads"]} for size in sizes]
+        listed = row(one).get("heads", "").split(", ")
+        found = [{int(count) for count in text.split("/")} for text in listed if text]
+        assert found in (counts, counts[:1]), one["name"]
 
 
 def test_names_need_no_torch() -> None:

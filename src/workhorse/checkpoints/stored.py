@@ -21,6 +21,7 @@ from workhorse.errors import WorkhorseError, nearest, shown
 from workhorse.files.text_formats import to_path
 from workhorse.models import preset_names
 from workhorse.models.huggingface import Family
+from workhorse.models.systems import near_system
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
 
@@ -169,8 +170,8 @@ def is_stored(model: str) -> bool:
 
 def no_such_model(name: str) -> WorkhorseError:
     """Return the error for a name that is not a path, hub id or preset."""
-    remedy = nearest(name, preset_names())
-    if not remedy.startswith("did you mean"):
+    remedy = near_system(name) or nearest(name, preset_names())
+    if remedy.startswith("known"):
         remedy = "check the path (workhorse models list shows the presets)"
     return WorkhorseError(f"there is no folder, hub id or preset {shown(name)}; {remedy}")
 

@@ -13,7 +13,7 @@ from workhorse.cli.loading import json_option
 from workhorse.cli.output import aligned, print_result, warn
 
 Rows = list[dict[str, Any]]
-SYSTEM_COLUMNS = ("name", "parameters", "wiring", "norm", "positions", "attention")
+SYSTEM_COLUMNS = ("name", "year", "parameters", "wiring", "norm", "positions", "attention")
 COLUMNS = ("name", "params", "layers", "d_model", "heads", "d_ff", "vocab", "length")
 
 
@@ -68,7 +68,9 @@ def show_model(model: str, as_json: bool) -> None:
 def table(name: str, as_json: bool) -> None:
     """Show the systems of the literature, by year: wiring, norm, positions and heads.
 
-    NAME is a system, a preset or a part of their names. A single system is shown in full.
+    NAME is a system, a preset or a part of their names. A single system is shown in full, and a
+    preset without the other sizes of its system. layers, d_model and heads are in the order of the
+    presets. heads: query heads and, if different, after a slash the key and value heads.
     """
     from workhorse.models.systems import find_systems, row
 
@@ -76,7 +78,7 @@ def table(name: str, as_json: bool) -> None:
     if len(rows) == 1:
         text = "\n".join(_entry(key, value or "none") for key, value in rows[0].items())
     else:
-        cells = [[_brief(found.get(key, "—")) for key in SYSTEM_COLUMNS] for found in rows]
+        cells = [[_brief(str(found.get(key, "—"))) for key in SYSTEM_COLUMNS] for found in rows]
         text = "\n".join(aligned([SYSTEM_COLUMNS, *cells], str.ljust))
     print_result({"systems": rows}, as_json, text)
 

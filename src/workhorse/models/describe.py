@@ -2,7 +2,7 @@
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any, cast
 
@@ -12,9 +12,8 @@ from workhorse.models.design import in_one_line, reach
 from workhorse.models.huggingface import native_class
 from workhorse.models.preset import UNITS, Preset
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.attention.self_attention import SelfAttention
-from workhorse.nn.blocks import BlockConfig, WiringConfig
-from workhorse.nn.experts.mixture import GroupedLinear, MixtureOfExperts
+from workhorse.nn.blocks import Block, BlockConfig, WiringConfig
+from workhorse.nn.facts import linear_layers
 from workhorse.nn.norms import norm_facts
 
 FLOPS_PER_PARAMETER = 6
@@ -42,16 +41,14 @@ def forward_flops(decoder: Decoder, seq_len: int) -> dict[str, int]:
         `feed_forward` and `head`. Components without operations are omitted.
     """
     flops: Counter[str] = Counter()
-    for path, module in cast(Iterable[tuple[str, nn.Module]], decoder.named_modules()):
+    for path, linear, share in linear_layers(decoder):
         parts = path.split(".")
-        component = parts[2] if parts[0] == "layers" and len(parts) > 2 else parts[0]  # noqa: PLR2004
-        if isinstance(module, nn.Linear):
-            flops[component] += 2 * module.weight.numel()
-        elif isinstance(module, MixtureOfExperts):
-            flops[component] += 2 * _multiplied(module)
-        elif isinstance(module, SelfAttention):
-            keys = min(seq_len, module.pattern.reach or seq_len)
-            flops[SCORES] += 2 * module.n_heads * (module.head_dim + module.value_dim) * keys
+        component = parts[2] if parts[0] == "layers" else parts[0]
+        flops[component] += int(2 * share * linear.shape.numel())
+    for block in decoder.layers:
+        attention = cast(Block, block).attention
+        keys = min(seq_len, attention.pattern.reach or seq_len)
+        flops[SCORES] += 2 * attention.n_heads * (attention.head_dim + attention.value_dim) * keys
     return dict(flops)
 
 
@@ -76,13 +73,6 @@ def recomputed_flops(decoder: Decoder, seq_len: int) -> int:
     """Floating-point operations per token that activation checkpointing repeats, in the layers."""
     flops = forward_flops(decoder, seq_len)
     return sum(flops.values()) - flops.get("head", 0) - flops.get("embedding", 0)
-
-
-def _multiplied(mixture: MixtureOfExperts) -> int:
-    """Number of expert weights of a mixture that are used per token."""
-    stacks = [part for part in mixture.experts.modules() if isinstance(part, GroupedLinear)]
-    matrices = sum(stack.weight.numel() for stack in stacks)
-    return matrices * mixture.router.top_k // mixture.router.n_experts
 
 
 COMPONENTS = ("embedding", "attention", "feed_forward", "norms", "head")

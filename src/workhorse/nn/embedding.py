@@ -1,5 +1,7 @@
 """The token embedding and the output head of a decoder."""
 
+from typing import ClassVar
+
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -7,6 +9,7 @@ from torch import Tensor, nn
 from workhorse.config.base import Config, ConfigError
 from workhorse.errors import WorkhorseError, shown
 from workhorse.nn.elementwise import Multiplier, RoundedMultiplier, SoftCap
+from workhorse.nn.facts import Divisions
 from workhorse.nn.feedforward import ActivationName, make_activation
 from workhorse.nn.norms import NoNormConfig, NormConfig
 from workhorse.nn.positions.absolute import (
@@ -96,6 +99,8 @@ class Embedding(nn.Module):
         width: width of the embedding table, which a tied head also uses.
     """
 
+    division: ClassVar[Divisions] = {"tokens": "vocabulary"}
+
     def __init__(
         self, config: EmbeddingConfig, vocab_size: int, d_model: int, max_seq_len: int
     ) -> None:
@@ -166,6 +171,7 @@ class Head(nn.Module):
     """
 
     linear = True
+    division: ClassVar[Divisions] = {"proj": "vocabulary"}
 
     def __init__(self, config: HeadConfig, vocab_size: int, d_model: int, width: int) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from workhorse.config.base import Config
+from workhorse.nn.facts import Divisions
 from workhorse.nn.norms import PresentNormConfig
 from workhorse.nn.shapes import Hidden
 
@@ -46,6 +47,12 @@ class MlpConfig(Config):
 
 class Mlp(nn.Module):
     """`down_proj(norm(act(up_proj(x))))`, `d_model -> d_ff -> d_model`; the norm is optional."""
+
+    division: ClassVar[Divisions] = {
+        "up_proj": "column",
+        "inner_norm": "features",
+        "down_proj": "row",
+    }
 
     def __init__(
         self,
@@ -146,6 +153,8 @@ class GatedMlp(nn.Module):
         dropout: dropout on the result of `activation`.
         inner_norm: norm on the input of the down projection, or None.
     """
+
+    division: ClassVar[Divisions] = {"gate_proj": "column", **Mlp.division}
 
     def __init__(
         self,

@@ -8,7 +8,6 @@ from itertools import product
 from typing import Any, NamedTuple, Unpack
 
 import torch
-from torch import nn
 
 from workhorse.config.base import ConfigError
 from workhorse.devices.tape import stand_in, without_data
@@ -18,12 +17,12 @@ from workhorse.memory.device_memory import device_memory, peak_of_passes
 from workhorse.memory.step_memory import StepOptions
 from workhorse.models.describe import flops_per_token, recomputed_flops
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.experts.mixture import GroupedLinear, MixtureOfExperts
+from workhorse.nn.facts import linear_layers
 from workhorse.optim.muon import MuonConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.devices import GIGA
 from workhorse.train.recipe.training import TrainConfig
-from workhorse.transforms.quantization import FormatName, QuantizedWeight, place_codes
+from workhorse.transforms.quantization import FormatName, place_codes
 
 WAYS: dict[str, FormatName | None] = {"bfloat16": None, "int8": "int8", "int4": "int4"}
 """Names of weight formats for serving, with their quantisation; None: not quantised."""
@@ -99,7 +98,8 @@ def bytes_of_weights(
             decoder = few.build(device=here, dtype=torch.bfloat16).eval()
             if format is not None:
                 place_codes(decoder, format)
-        return allocated(decoder), multiplied_bytes(decoder)
+        multiplied = sum(int(share * one.nbytes) for _, one, share in linear_layers(decoder))
+        return allocated(decoder), multiplied
 
     counts = Counter(config.layer_names())
     once = weights, multiplied = of(tuple(counts))
@@ -116,28 +116,6 @@ def allocated(decoder: Decoder) -> int:
     tensors = (*decoder.parameters(), *decoder.buffers())
     storages = {id(one := tensor.untyped_storage()): one for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
-
-
-def multiplied_bytes(decoder: Decoder) -> int:
-    """Bytes of the weights that multiply one token, including only the chosen experts."""
-    read = 0
-    experts: set[nn.Module] = set()
-    for module in decoder.modules():
-        if isinstance(module, MixtureOfExperts):
-            stacks = [part for part in module.experts.modules() if _weight_bytes(part)]
-            experts.update(stacks)
-            share = module.router.top_k / module.router.n_experts
-            read += int(share * sum(_weight_bytes(part) for part in stacks))
-        elif module not in experts:
-            read += _weight_bytes(module)
-    return read
-
-
-def _weight_bytes(module: nn.Module) -> int:
-    """Bytes of the weight of a linear or grouped linear module; 0 for other modules."""
-    if isinstance(module, QuantizedWeight):
-        return module.nbytes
-    return module.weight.nbytes if isinstance(module, nn.Linear | GroupedLinear) else 0
 
 
 MOST_DEVICES = 4096

@@ -43,6 +43,7 @@ from workhorse.native import Decoding, resolve
 from workhorse.native.decoding import GROUP, LANES
 from workhorse.nn.attention.self_attention import SelfAttention
 from workhorse.nn.experts.mixture import GroupedLinear, Groups, grouped_product
+from workhorse.nn.facts import LinearFacts
 from workhorse.nn.products import wide
 from workhorse.transforms.record import check, record
 
@@ -255,6 +256,9 @@ class QuantizedWeight(nn.Module):
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
+
+    def linear_facts(self) -> LinearFacts:
+        return LinearFacts(self.shape, self.nbytes)
 
     def copy_(self, weight: Tensor) -> Self:
         """Quantise a weight and store its codes and scales here, in place."""

@@ -6,7 +6,7 @@ it; the forward pass is the same for all options.
 
 import math
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -28,6 +28,7 @@ from workhorse.nn.attention.self_attention import (
 from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context, context_alone
 from workhorse.nn.elementwise import Clip, Unchanged
+from workhorse.nn.facts import Divisions
 from workhorse.nn.norms import PresentNormConfig
 from workhorse.nn.positions.absolute import OF_THE_EMBEDDING, AlibiConfig, NoPositionConfig
 from workhorse.nn.positions.rope import RopeConfig
@@ -192,6 +193,14 @@ class Attention(SelfAttention):
         ConfigError: `AttentionConfig` rejects these heads and widths.
     """
 
+    division: ClassVar[Divisions] = {
+        "q_proj": "column",
+        "k_proj": "column",
+        "v_proj": "column",
+        "inner_norm": "features",
+        "out_proj": "row",
+    }
+
     def __init__(
         self,
         d_model: int,
@@ -301,6 +310,8 @@ class QueryScaling(nn.Module):
 
 class OutputGate(nn.Module):
     """`y · sigmoid(proj(x))`."""
+
+    division: ClassVar[Divisions] = {"proj": "column"}
 
     def __init__(self, d_model: int, width: int) -> None:
         super().__init__()

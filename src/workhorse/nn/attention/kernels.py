@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from workhorse.nn.attention.masks import (
     sees,
     visible,
 )
+from workhorse.nn.facts import Divisions
 from workhorse.nn.shapes import AttentionOutput, Keys, Mask, Queries, ScoreBias, Values
 
 MIN_HEAD_DIM = 16
@@ -68,6 +69,8 @@ class Kernel(nn.Module, ABC):
         scoring: options of attention.
         n_heads: number of query heads, and size of the parameter `sinks` if there are sinks.
     """
+
+    division: ClassVar[Divisions] = {"sinks": "heads"}
 
     decodes = True
     """True if the kernel supports a KV cache, whose number of keys grows with every token."""

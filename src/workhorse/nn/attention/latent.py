@@ -6,7 +6,7 @@ The cache holds that vector (the latent) and one rotary key shared by all heads.
 
 import math
 from abc import abstractmethod
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from pydantic import Field
@@ -21,6 +21,7 @@ from workhorse.nn.attention.self_attention import (
 )
 from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context, context_alone
+from workhorse.nn.facts import Divisions
 from workhorse.nn.norms import RMSNormConfig
 from workhorse.nn.positions.rope import RopeConfig
 from workhorse.nn.shapes import (
@@ -121,6 +122,11 @@ class LatentAttention(SelfAttention):
 
     multiplied_here = ("k_up_proj", "v_up_proj")
     attends_to_stored = False
+    division: ClassVar[Divisions] = {
+        "k_up_proj": "column",
+        "v_up_proj": "column",
+        "out_proj": "row",
+    }
 
     def __init__(self, d_model: int, config: LatentAttentionConfig, kernel: Kernel) -> None:
         super().__init__()
@@ -212,6 +218,8 @@ class LatentAttention(SelfAttention):
 class DirectQueries(LatentAttention):
     """Latent attention with queries projected from the input."""
 
+    division: ClassVar[Divisions] = {"q_proj": "column", **LatentAttention.division}
+
     def __init__(self, d_model: int, config: LatentAttentionConfig, kernel: Kernel) -> None:
         super().__init__(d_model, config, kernel)
         self.q_proj = nn.Linear(d_model, self.n_heads * self.head_dim, bias=False)
@@ -222,6 +230,8 @@ class DirectQueries(LatentAttention):
 
 class LatentQueries(LatentAttention):
     """Latent attention with queries that are also projected from a latent."""
+
+    division: ClassVar[Divisions] = {"q_up_proj": "column", **LatentAttention.division}
 
     def __init__(
         self, d_model: int, config: LatentAttentionConfig, kernel: Kernel, q_rank: int

@@ -1,7 +1,7 @@
 """Base classes of self-attention, and the norms and rotations of queries and keys."""
 
 from abc import ABC, abstractmethod
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -13,6 +13,7 @@ from workhorse.nn.attention.kernels import Kernel, KernelName
 from workhorse.nn.attention.masks import AttentionPattern
 from workhorse.nn.cache.view import CacheEntry, Layers
 from workhorse.nn.context import Context
+from workhorse.nn.facts import Divisions
 from workhorse.nn.norms import NormConfig, PresentNormConfig
 from workhorse.nn.positions.rope import RopeConfig, rotate_half, rotate_interleaved
 from workhorse.nn.shapes import Hidden, Queries
@@ -56,6 +57,8 @@ def make_head_norm(config: QKNormConfig | None, heads: int, head_dim: int) -> nn
 class EachHeadNorm(nn.Module):
     """A norm over each head's width, every head with its own weights."""
 
+    division: ClassVar[Divisions] = {"heads": "heads"}
+
     def __init__(self, config: NormConfig, heads: int, head_dim: int) -> None:
         super().__init__()
         self.heads = nn.ModuleList(config.build(head_dim) for _ in range(heads))
@@ -66,6 +69,8 @@ class EachHeadNorm(nn.Module):
 
 class AllHeadsNorm(nn.Module):
     """A norm over all heads' features together."""
+
+    division: ClassVar[Divisions] = {"norm": "features"}
 
     def __init__(self, config: NormConfig, width: int) -> None:
         super().__init__()
@@ -140,6 +145,8 @@ class SelfAttention(nn.Module, ABC):
     must therefore not replace these submodules, for example by quantised ones."""
     attends_to_stored = True
     """True if the attention kernel gets keys and values exactly as the cache returns them."""
+    division: ClassVar[Divisions]
+    """How the submodules are divided among ranks by heads; see `workhorse.nn.facts`."""
 
     @abstractmethod
     def forward(

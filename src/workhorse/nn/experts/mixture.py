@@ -4,7 +4,8 @@ No token is dropped: experts have no capacity limit. Papers: 1701.06538; with sh
 DeepSeekMoE, 2401.06066.
 """
 
-from typing import Literal, NamedTuple, cast
+from fractions import Fraction
+from typing import ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from workhorse.config.base import ConfigError
 from workhorse.nn.elementwise import Multiplier, Product, Unchanged
 from workhorse.nn.experts.router import RouterConfig, Routing
+from workhorse.nn.facts import Divisions, LinearFacts
 from workhorse.nn.feedforward import (
     ActivationName,
     ClampedSwigluConfig,
@@ -72,6 +74,9 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(groups, out_features, in_features))
         self.bias = nn.Parameter(torch.empty(groups, out_features)) if bias else None
+
+    def linear_facts(self) -> LinearFacts:
+        return LinearFacts(self.weight.shape, self.weight.nbytes)
 
     def forward(
         self, x: Float[Tensor, "rows in_features"], groups: Groups
@@ -185,6 +190,11 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Hidden) -> Hidden:
         return self.output_norm(self.multiply(self.mix(x)))
 
+    @property
+    def used_share(self) -> Fraction:
+        """The fraction of the experts that each token uses."""
+        return Fraction(self.router.top_k, self.router.n_experts)
+
     def mix(self, x: Hidden) -> Hidden:
         """The weighted sum of the experts' outputs, before `multiplier` and `output_norm`."""
         tokens = x.flatten(0, 1)  # (batch · seq, d_model)
@@ -232,6 +242,12 @@ class Experts(nn.Module):
         dropout: dropout on the result of `activation`.
         weigh: the tensor that the router's weights multiply.
     """
+
+    division: ClassVar[Divisions] = {
+        "gate_proj": "column",
+        "up_proj": "column",
+        "down_proj": "row",
+    }
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ tokens for one rank are contiguous.
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from workhorse.nn import Decoder, DecoderConfig, TokenLogprobs
-from workhorse.nn.attention.grouped import Attention
-from workhorse.nn.attention.latent import LatentAttention
 from workhorse.nn.attention.masks import AttentionPattern
-from workhorse.nn.attention.self_attention import AllHeadsNorm, SelfAttention
+from workhorse.nn.attention.self_attention import SelfAttention
 from workhorse.nn.blocks import Block
 from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context
 from workhorse.nn.embedding import Head
 from workhorse.nn.experts.mixture import Experts, GroupedLinear, Groups, MixtureOfExperts
-from workhorse.nn.feedforward import GatedMlp, Mlp
+from workhorse.nn.facts import division_of
 from workhorse.nn.logprobs import Vocabulary
 from workhorse.nn.norms import Norm
 from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
@@ -109,18 +107,19 @@ def divide_layers(objective: nn.Module, config: DecoderConfig, team: TensorParal
     }
     patterns: dict[nn.Module, AttentionPattern] = {}
     for number, block in decoder.layers.named_children():
-        assert isinstance(block, Block)
-        layer = int(number)
+        layer, block = int(number), cast(Block, block)  # noqa: PLW2901
         name = config.layer_names()[layer]
         mixes = config.blocks[name].mixture is not None
         changes |= {block: _Block, block.attention: _SubLayer}
         changes[block.feed_forward] = _Mixture if mixes else _SubLayer
         patterns[block.attention] = _pattern(block.attention, config, name, layer, team)
     for module in decoder.modules():
-        changes |= dict.fromkeys(_norms_over_parts(module), _Norm)
-        for product in _last_products(module):
-            grouped = isinstance(product, GroupedLinear)
-            changes[product] = _LastProducts if grouped else _LastProduct
+        for name, way in division_of(module).items():
+            part = getattr(module, name)
+            if way == "features" and not isinstance(part, nn.Identity):
+                changes[part] = _Norm
+            elif way == "row" and part.bias is not None:
+                changes[part] = _LastProduct if part.weight.ndim == 2 else _LastProducts  # noqa: PLR2004
 
     def choose(module: nn.Module) -> nn.Module:
         if module not in changes:
@@ -146,29 +145,6 @@ def _pattern(
     heads = slice(team.group.rank * attention.n_heads, (team.group.rank + 1) * attention.n_heads)
     slopes = whole.pattern(config.d_model, layer).alibi_slopes[heads]
     return replace(attention.pattern, alibi_slopes=slopes)
-
-
-def _norms_over_parts(module: nn.Module) -> list[nn.Module]:
-    """Return the norms of a module that normalize over features divided among the ranks."""
-    norms: list[nn.Module] = []
-    if isinstance(module, AllHeadsNorm):
-        norms.append(module.norm)
-    if isinstance(module, Attention | Mlp | GatedMlp):
-        norms.append(module.inner_norm)
-    return [norm for norm in norms if not isinstance(norm, nn.Identity)]
-
-
-def _last_products(module: nn.Module) -> list[nn.Module]:
-    """Return a module's output projections that have a bias.
-
-    Their outputs are summed over the ranks, so only one rank may add the bias.
-    """
-    products: list[nn.Linear | GroupedLinear] = []
-    if isinstance(module, Attention | LatentAttention):
-        products.append(module.out_proj)
-    if isinstance(module, Mlp | GatedMlp | Experts):
-        products.append(module.down_proj)
-    return [product for product in products if product.bias is not None]
 
 
 class _OfTeam(nn.Module):

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from tests.native.machine import OPERATORS, needs
 from tests.nn.grid import CAUSAL, COVERING, make, name, random_tokens
 from tests.nn.paged import paged
+from workhorse.config.base import read_yaml
 from workhorse.errors import WorkhorseError
 from workhorse.execute.choose import NOT_COUNTED, decoding_body, training_announcement
 from workhorse.execute.native_decoding.layers import DecodingSdpa, StreamedLinear
@@ -16,7 +18,7 @@ from workhorse.execute.native_decoding.native_step import SteppingDecoder
 from workhorse.native import Operators
 from workhorse.native.steps import Steps
 from workhorse.nn import DecoderConfig
-from workhorse.train import TrainConfig
+from workhorse.train import Recipe, TrainConfig
 from workhorse.train.step.build import build_step, training_operators
 
 # PyTorch's compiler imports modules that PyTorch itself calls deprecated.
@@ -65,6 +67,17 @@ def test_the_line_is_what_runs(config: DecoderConfig, monkeypatch: pytest.Monkey
     ran = {type(one) for one in leaves if type(one).forward.__code__ in executed}
     by_pytorch = {kind for kind in ran if kind.__module__.startswith(("workhorse.nn", "torch"))}
     assert {kind.__name__ for kind in by_pytorch - {*NOT_COUNTED}} <= named
+
+
+@needs("steps")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_model_of_the_demo_has_whole_steps(dtype: torch.dtype) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "stdlib-small.yaml"
+    config = Recipe.from_dict(read_yaml(recipe)).decoder_config(vocab_size=96)
+    reference = config.build(dtype=dtype).eval()
+    body = decoding_body(reference, wait=True, exact=True)
+    assert body.announcement.endswith("whole steps")
+    assert body.decoder.is_invariant
 
 
 @needs("decoding")

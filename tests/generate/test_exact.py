@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from torch import nn
 
 from tests.native.machine import decode_natively
 from workhorse.errors import WorkhorseError
@@ -14,6 +15,7 @@ from workhorse.generate.beam import beam_search
 from workhorse.generate.sequence import PIECE
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.cache.paged import BLOCK
+from workhorse.nn.convolution import ShortConvolution
 from workhorse.transforms.adapters import adapter_parameters, add_adapter
 from workhorse.transforms.lora import LoraConfig
 from workhorse.transforms.quantization import FormatName, quantize
@@ -33,6 +35,7 @@ def make(
     native: bool = False,
     mixture: bool = False,
     invariant: bool = False,
+    convolution: bool = False,
     format: FormatName | None = None,
 ) -> Decoder:
     def block(window: int | None) -> dict[str, object]:
@@ -42,6 +45,7 @@ def make(
             "norm": {"kind": "rms_norm"},
             "attention": attention,
             "feed_forward": MIXTURE if mixture else MLP,
+            "convolution": {"width": 4} if convolution else None,
         }
 
     config = DecoderConfig.from_dict(
@@ -58,6 +62,9 @@ def make(
     )
     torch.manual_seed(0)
     decoder = config.build(dtype=dtype).eval()
+    for part in decoder.modules():
+        if isinstance(part, ShortConvolution):
+            nn.init.normal_(part.weight, std=0.3)
     if format is not None:
         quantize(decoder, format)
     return decode_natively(decoder, exact=invariant) if native or invariant else decoder
@@ -79,8 +86,8 @@ KINDS = {
     "native bfloat16": (torch.bfloat16, {"native": True}),
 }
 INVARIANT = {
-    "float32": (torch.float32, {}),
-    "bfloat16": (torch.bfloat16, {}),
+    "float32": (torch.float32, {"convolution": True}),
+    "bfloat16": (torch.bfloat16, {"convolution": True}),
     "int8": (torch.bfloat16, {"format": "int8"}),
     "int4": (torch.float32, {"format": "int4"}),
 }

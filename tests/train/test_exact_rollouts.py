@@ -37,7 +37,7 @@ EXACT = [
     *("arcee", "bitnet", "bloom", "codegen", "cohere", "ernie4_5", "falcon", "gemma", "glm"),
     *("glm4", "gpt_neox", "gptj", "helium", "hunyuan_v1_dense", "internlm3", "iquestcoder"),
     *("jais2", "llama", "mpt", "nemotron", "olmo2", "opt", "persimmon", "phi", "qwen2", "qwen3"),
-    "smollm3",
+    *("smollm3", "stablelm"),
 ]
 """Model types whose first case is exact. Others have dropout, short windows, a multiplier or cap of
 the logits, or a computation without a native step, such as experts."""
@@ -72,6 +72,18 @@ GPT: dict[str, Any] = {
 }
 MPT: dict[str, Any] = deepcopy(GPT | {"d_model": 108, "embedding": {}})
 MPT["blocks"]["main"]["attention"] = {"n_heads": 6, "position": {"kind": "alibi", "scaled": True}}
+
+DEMO: dict[str, Any] = deepcopy(LLAMA | {"head": {"tied": True}})
+"""The parts of `recipes/stdlib-small.yaml`: short convolutions, and norms of each head."""
+DEMO["blocks"]["main"] |= {
+    "kind": "parallel",
+    "norm": {"kind": "layer_norm"},
+    "attention": {
+        **{"n_heads": 6, "position": {"kind": "rope"}},
+        "qk_norm": {"norm": {"kind": "layer_norm", "bias": False}, "over": "each_head"},
+    },
+    "convolution": {"width": 3},
+}
 
 
 class Pair:
@@ -146,7 +158,7 @@ def differing(pair: Pair, rows: int, seq: int, vocab: int) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("fields", [LLAMA, GPT, MPT], ids=["llama", "gpt", "mpt"])
+@pytest.mark.parametrize("fields", [LLAMA, GPT, MPT, DEMO], ids=["llama", "gpt", "mpt", "demo"])
 def test_decoding_has_the_bits_of_training(fields: dict[str, Any], dtype: str) -> None:
     """Also with sums of more elements than a gemm adds up at once, and an odd length."""
     pair = Pair(DecoderConfig.from_dict(fields), dtype, 23)

@@ -32,11 +32,12 @@ class Op(IntEnum):
     STORE = 10
     ATTEND = 11
     LAST = 12
+    CONVOLVE = 13
 
     @property
     def is_rowwise(self) -> bool:
         """True if each output row depends only on the same row of the inputs."""
-        return self not in (Op.LINEAR, Op.PACKED_LINEAR, Op.ATTEND, Op.LAST)
+        return self not in (Op.LINEAR, Op.PACKED_LINEAR, Op.ATTEND, Op.LAST, Op.CONVOLVE)
 
 
 class NormFlag(IntFlag):

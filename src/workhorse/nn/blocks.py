@@ -127,7 +127,7 @@ class Block(nn.Module, ABC):
             ConfigError: the attention is not causal, so it cannot be cached.
             WorkhorseError: the kernel cannot decode.
         """
-        short = [cache.layer(part.width) for part in self._convolutions().values()]
+        short = [cache.layer(part.width) for part in self.convolutions().values()]
         return [self.attention.cache_entry(cache), *short]
 
     def entry(self, entries: Iterator[CacheEntry]) -> CacheEntry:
@@ -137,10 +137,11 @@ class Block(nn.Module, ABC):
             entries: the entries of this and later layers, in the order of `cache_stores`.
         """
         attention = next(entries)
-        inputs = {name: next(entries) for name in self._convolutions()}
+        inputs = {name: next(entries) for name in self.convolutions()}
         return LayerEntry(attention, inputs) if inputs else attention
 
-    def _convolutions(self) -> dict[str, ShortConvolution]:
+    def convolutions(self) -> dict[str, ShortConvolution]:
+        """The short convolutions of this layer, by the sub-layer whose input they change."""
         parts = {
             "attention": self.attention_convolution,
             "feed_forward": self.feed_forward_convolution,

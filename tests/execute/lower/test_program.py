@@ -100,5 +100,7 @@ def _uses(instruction: list[int]) -> tuple[set[Hashable], set[Hashable]]:
             return {"cache"}, reads
         case Op.ATTEND:  # `other` makes it wait for the stored keys and values
             return {to}, {source, "cache"}
+        case Op.CONVOLVE:  # so does `other`, which is also `to`
+            return {to}, {source, "cache"}
         case _:
             return {to}, reads

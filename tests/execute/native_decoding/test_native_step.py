@@ -49,6 +49,7 @@ TRANSLATED = {
         "qwen3",
         "seed_oss",
         "smollm3",
+        "stablelm",
         "starcoder2",
     ),
 }

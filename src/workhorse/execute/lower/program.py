@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workhorse.execute.record import CannotTranslate
 from workhorse.native.steps import Op
@@ -23,7 +23,7 @@ class RotationKey(NamedTuple):
 
 
 class CacheShape(NamedTuple):
-    """Shape of the keys and values that an attention layer stores for each token."""
+    """Shape of the keys and values that a module stores for each token."""
 
     kv_heads: int
     width: int
@@ -41,6 +41,7 @@ class Program:
     rotations: tuple[RotationKey, ...]
     reaches: Tensor
     layers: tuple[CacheShape, ...]
+    """For each entry of the cache, in the order of `Decoder.cache_stores`."""
     table_users: tuple[int, ...]
     """For each kind of block table, the index of a layer that uses it."""
     dtype: torch.dtype
@@ -96,11 +97,15 @@ class Writer:
     Args:
         vocab_size: width of the logits, the first register.
         dtype: dtype of the model.
+        cached: the module of each cache entry, in the order of `Decoder.cache_stores`.
     """
 
-    def __init__(self, vocab_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, vocab_size: int, dtype: torch.dtype, cached: Sequence[nn.Module] = ()
+    ) -> None:
         self.dtype = dtype
-        self.layers: list[CacheShape] = []
+        self._cached = dict(enumerate(cached))
+        self._layers: dict[int, CacheShape] = {}
         self._stages: list[_Stage] = []
         self._numbers: list[list[float]] = []
         self._registers = [Register(0, vocab_size)]
@@ -175,13 +180,18 @@ class Writer:
         """Return the index of a rotation in the program; a new rotation is added."""
         return _number(rotation, self._rotations)
 
-    def table(self, reach: int | None) -> int:
-        """Return the index of the block tables that the next attention layer uses.
+    def entry(self, module: nn.Module, reach: int | None, shape: CacheShape) -> tuple[int, int]:
+        """Return the index of a module's cache entry, and of the block tables that it uses.
 
-        Layers that see the same number of latest tokens (`reach`; None: all) share block tables.
+        Modules that see the same number of latest tokens (`reach`; None: all) share block tables.
         """
-        self._table_users.setdefault(reach, len(self.layers))
-        return list(self._table_users).index(reach)
+        free = (n for n, one in self._cached.items() if one is module and n not in self._layers)
+        layer = next(free, None)
+        if layer is None:
+            raise CannotTranslate(f"{type(module).__name__} without a cache entry")
+        self._layers[layer] = shape
+        self._table_users.setdefault(reach, layer)
+        return layer, list(self._table_users).index(reach)
 
     def reach(self, window: int | None, chunk: int | None) -> int:
         """Return the index of a layer's attention window and chunk size in the program."""
@@ -202,7 +212,7 @@ class Writer:
             tuple(self._weights.values()),
             tuple(self._rotations),
             torch.tensor(list(self._reaches)),
-            tuple(self.layers),
+            tuple(self._layers[layer] for layer in self._cached),
             tuple(self._table_users.values()),
             self.dtype,
         )

@@ -24,11 +24,14 @@ from workhorse.nn.attention.grouped import Attention
 from workhorse.nn.attention.masks import slopes_of_distance
 from workhorse.nn.attention.self_attention import (
     AllHeadsNorm,
+    EachHeadNorm,
     Float32Rotation,
     Rotation,
     norm_then_rotate,
     rotate_then_norm,
 )
+from workhorse.nn.blocks import Block
+from workhorse.nn.convolution import ShortConvolution
 from workhorse.nn.elementwise import Multiplier, RoundedMultiplier, Unchanged
 from workhorse.nn.feedforward import Gated
 from workhorse.nn.norms import Norm, norm_facts
@@ -51,7 +54,9 @@ def translate(decoder: Decoder) -> Program:
         raise CannotTranslate(f"weights of dtypes {dtypes}")
     recorded = record_modules(decoder, lambda module: _translation(module) is not None)
     last_read = {n: place for place, one in enumerate(recorded) for n in one.inputs}
-    writer = Writer(decoder.config.vocab_size, *dtypes)
+    blocks = cast(list[Block], list(decoder.layers))
+    cached = [part for one in blocks for part in (one.attention, *one.convolutions().values())]
+    writer = Writer(decoder.config.vocab_size, *dtypes, cached=cached)
     values: dict[int, Register] = {}
     for place, (module, inputs, output) in enumerate(recorded):
         given = [values[n] for n in inputs if n in values]
@@ -127,6 +132,8 @@ def norm(
     x: Register,
     to: Register | None = None,
     width: int | None = None,
+    *,
+    slices: range | None = None,
 ) -> Register:
     """Write the instruction of a norm.
 
@@ -136,6 +143,7 @@ def norm(
         x: its input.
         to: the register of the result; None for a new one.
         width: number of elements that are normed together, such as a head; None: a whole row.
+        slices: indices of the slices of this width that are normed; None: all.
     """
     facts, part = norm_facts(module), cast(Norm, module)
     if facts is None:
@@ -143,6 +151,7 @@ def norm(
     flags = zip(NormFlag, facts, strict=True)
     how = sum(flag for flag, holds in flags if holds)
     width = width or x.width
+    slices = slices or range(x.width // width)
     gain, shift = part.weight, part.bias
     if any(one is not None and one.numel() != width for one in (gain, shift)):
         raise CannotTranslate("a norm whose weights do not have its width")
@@ -152,7 +161,7 @@ def norm(
         x,
         weight=gain,
         bias=shift,
-        options=(width, how),
+        options=(width, how, slices.start * width, slices.stop * width),
         numbers=(part.eps, 0.0 if gain is None else part.offset),
     )
 
@@ -165,8 +174,8 @@ def attention(writer: Writer, module: nn.Module, x: Register) -> Register:
     q, k, v = (_written(writer, one, x) for one in projections)
     _norm_and_rotate(writer, layer, q, layer.q_norm, layer.q_rotation)
     _norm_and_rotate(writer, layer, k, layer.k_norm, layer.k_rotation)
-    cached = len(writer.layers), writer.table(layer.pattern.reach)
-    writer.layers.append(CacheShape(layer.n_kv_heads, layer.head_dim, layer.value_dim))
+    shape = CacheShape(layer.n_kv_heads, layer.head_dim, layer.value_dim)
+    cached = writer.entry(layer, layer.pattern.reach, shape)
     # The cache is not a register: `k` represents the stored keys and values.
     writer.write(Op.STORE, k, k, v, options=cached)
     y = writer.reserve(layer.n_heads * layer.value_dim)
@@ -203,6 +212,9 @@ def _norm_and_rotate(
         _rotate(writer, layer.head_dim, rotation, x)
     if isinstance(head_norm, AllHeadsNorm):
         norm(writer, head_norm.norm, x, to=x)
+    elif isinstance(head_norm, EachHeadNorm):
+        for head, one in enumerate(head_norm.heads):
+            norm(writer, one, x, x, layer.head_dim, slices=range(head, head + 1))
     elif type(head_norm) is not nn.Identity:
         norm(writer, head_norm, x, to=x, width=layer.head_dim)
     if not after:
@@ -224,6 +236,16 @@ def _rotate(writer: Writer, head_dim: int, module: nn.Module, x: Register) -> No
         how |= RotationFlag.INTERLEAVED
     options = (head_dim, writer.rotation(RotationKey(rope, head_dim, dtype)), how)
     writer.write(Op.ROTATE, x, x, options=options)
+
+
+def convolution(writer: Writer, module: nn.Module, x: Register) -> Register:
+    """Write the instructions of a short convolution; its inputs are stored as keys."""
+    layer = cast(ShortConvolution, module)
+    cached = writer.entry(layer, layer.width, CacheShape(1, layer.d_model, 0))
+    # The cache is not a register: `y` represents the stored inputs.
+    y = writer.write(Op.STORE, writer.reserve(x.width), x, x, options=cached)
+    options = (*cached, layer.width)
+    return writer.write(Op.CONVOLVE, y, x, y, weight=layer.weight, options=options)
 
 
 def _embed(writer: Writer, module: nn.Module) -> Register:
@@ -271,5 +293,6 @@ TRANSLATIONS: dict[type[nn.Module], Callable[..., Register]] = {
     QuantizedLinear: packed_linear,
     **dict.fromkeys((LoraLinear, LoraQuantizedLinear), adapted),
     Attention: attention,
+    ShortConvolution: convolution,
 }
 """For each class of modules, the function that writes its instructions."""

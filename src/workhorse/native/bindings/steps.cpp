@@ -250,6 +250,8 @@ class Prepared {
                         "workhorse: a sequence of ", longest_, " tokens exceeds the number of positions");
         return size(now.weight, type_, weights_[now.weight].numel());
       case Op::kNorm:
+        WORKHORSE_CHECK(now.options[2] >= 0 && now.options[3] <= width(now.to),
+                        "workhorse: a norm exceeds its register");
         size(now.weight, type_, now.options[0]);
         return size(now.bias, type_, now.options[0]);
       case Op::kLinear:
@@ -279,6 +281,10 @@ class Prepared {
       case Op::kAttend:
         size(now.weight, ScalarType::Float, now.options[0]);
         return check_layer(now.options[1], now.options[2]);
+      case Op::kConvolve:
+        columns(now.weight, width(now.to));
+        size(now.weight, type_, now.options[2] * width(now.to));
+        return check_layer(now.options[0], now.options[1]);
       default:
         return;
     }

@@ -29,7 +29,8 @@ enum class Op : int64_t {
   kEmbedPosition,  // to = rows of weight, by position + options[0]
   kScale,         // to = from · numbers[0]
   kAdd,           // to = from + other
-  kNorm,          // to = norm(from) · (weight + numbers[1]) + bias, in slices of options[0] elements; [1]: flags
+  kNorm,          // to = norm(from) · (weight + numbers[1]) + bias, in slices of options[0] elements; [1]: flags;
+                  // only of the elements [options[2], options[3])
   kActivate,      // to = act(from), times other if given; options[0]: Activation
   kLinear,        // to = from weightᵀ + bias, options[0] outputs
   kPack,          // to, packed, = from
@@ -39,6 +40,8 @@ enum class Op : int64_t {
   kAttend,        // to = attention of from, options[0] heads; [1]: layer, [2]: table, [3]: reach; numbers[0]: scale;
                   // weight: ALiBi's slopes, float32
   kLast,          // to = the rows of from whose logits are wanted; later instructions have only these rows
+  kConvolve,      // to = from + Σ weight[i] · the input i tokens before, read from the cache for i > 0; options[0]: layer,
+                  // [1]: table, [2]: number of tokens i
 };
 
 enum class Activation : int64_t { kRelu, kReluSquared, kGelu, kGeluTanh, kSilu, kSigmoid };
@@ -54,7 +57,7 @@ struct Instruction {
 
 // True if an instruction computes each row only from the same row of its inputs.
 constexpr bool rowwise(Op op) {
-  return op != Op::kLinear && op != Op::kPackedLinear && op != Op::kAttend && op != Op::kLast;
+  return op != Op::kLinear && op != Op::kPackedLinear && op != Op::kAttend && op != Op::kLast && op != Op::kConvolve;
 }
 
 struct Register {
@@ -169,6 +172,7 @@ struct Pass {
       case Op::kPackedLinear:
         return now.options[2] < 0 ? packed<8>(now, rows, divide) : packed<4>(now, rows, divide);
       case Op::kAttend: return attend(now, number, divide);
+      case Op::kConvolve: return divide(rows, [&](int64_t r) { convolve(now, r); });
       case Op::kLast:
         return divide(rows,
                       [&](int64_t r) { std::copy_n(row(now.from, wanted[r]), width(now.to), row(now.to, r)); });
@@ -196,7 +200,7 @@ struct Pass {
     const int64_t n = now.options[0], how = now.options[1];
     const T *gain = weight<T>(now.weight), *shift = weight<T>(now.bias);
     const float eps = float(number[0]), offset = float(number[1]);
-    for (int64_t part = 0; part < width(now.to); part += n) {
+    for (int64_t part = now.options[2]; part < now.options[3]; part += n) {
       const T* const x = row(now.from, r) + part;
       T* const y = row(now.to, r) + part;
       const Moments part_moments = moments(n, x, eps, how & kCentred);
@@ -337,9 +341,29 @@ struct Pass {
   }
 
   void store(const Stored<T>& to, int64_t table, int64_t r, const T* from) const {
-    const int64_t position = positions[r], number = tables[table].at[sequences[r] * tables[table].blocks + position / block];
-    T* const slot = to.data + number * to.block_stride + position % block * to.slot_stride;
-    for (int64_t h = 0; h < to.heads; h++) std::copy_n(from + h * to.width, to.width, slot + h * to.head_stride);
+    T* const at = slot(to, table, r, positions[r]);
+    for (int64_t h = 0; h < to.heads; h++) std::copy_n(from + h * to.width, to.width, at + h * to.head_stride);
+  }
+
+  // The first head of what a layer stores for a position of the sequence of row r.
+  T* slot(const Stored<T>& in, int64_t table, int64_t r, int64_t position) const {
+    const int64_t number = tables[table].at[sequences[r] * tables[table].blocks + position / block];
+    return in.data + number * in.block_stride + position % block * in.slot_stride;
+  }
+
+  // Rounds after every operation, in the order of `nn.convolution`.
+  void convolve(const Instruction& now, int64_t r) const {
+    const int64_t n = width(now.to), tokens = std::min(now.options[2], positions[r] + 1);
+    const T *const x = row(now.from, r), *const w = weight<T>(now.weight);
+    T* const y = row(now.to, r);
+    for (int64_t i = 0; i < tokens; i++) {
+      const T* const earlier = i ? slot(keys[now.options[0]], now.options[1], r, positions[r] - i) : x;
+      const T* const sum = i ? y : x;
+      each(n, [&]<class V>(V, int64_t j) {
+        const V term = held_by<T>(read<V>(earlier + j) * read<V>(w + i * n + j));
+        write(y + j, read<V>(sum + j) + term);
+      });
+    }
   }
 
   template <class Divide>

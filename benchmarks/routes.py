@@ -1,30 +1,47 @@
-"""Code path of a training batch and of a request: executed files, functions and their lines.
+"""Code paths of common tasks: the executed functions of the package, their files and their lines.
 
-    python -m benchmarks.routes [--execution auto] [--json]
+    python -m benchmarks.routes [--execution auto] [--json] [NAME ...]
 
-A batch is one training step after the first, from the rows of the data to the updated weights. A
-request is one generation of a loaded model, from prompt to completion. A function that is called
-counts with all its lines, including the docstring. Modules, classes and decorators do not count.
+| name | from | to |
+|---|---|---|
+| `batch` | the rows of the data | the updated weights, in a training step after the first |
+| `generate` | a prompt | the completion of a loaded model |
+| `chat` | a request to a server that has answered another one | the last event of its stream |
+| `rl` | the end of a step with a policy | the logged end of the next one, with its rollouts |
+| `start` | the call of `train` with a recipe | the event `start`, which precedes the first step |
+
+A function that is called counts once, with all its lines, including the docstring. Modules, classes
+and decorators do not count, nor does a function that was entered before, such as the engine's loop.
+A server's engine runs in a thread here. The process that renders chat templates is not traced.
 """
 
 import argparse
 import ast
+import asyncio
 import json
+import socket
 import sys
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Callable
-from functools import cache
+from contextlib import ExitStack
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 import workhorse
 from workhorse.execute.body import EXECUTIONS, Execution
-from workhorse.generate import GenerationConfig
+from workhorse.generate import Engine, GenerationConfig
+from workhorse.serve.app import create_app
+from workhorse.serve.engine_client import EngineClient
+from workhorse.serve.engine_process import Worker, build
+from workhorse.serve.gate import Limits
+from workhorse.serve.messages import EngineSettings, ModelFacts
+from workhorse.serve.metrics import Metrics
+from workhorse.train import Recipe, train
+from workhorse.train.report.metrics import Event
 
 ROOT = Path(str(workhorse.__file__)).parent
 Lines = dict[str, dict[str, int]]
@@ -44,41 +61,67 @@ MODEL = {
 }
 
 
-def executed(call: Callable[[], object]) -> Lines:
-    """The functions of the package that a call executes, in any thread, and their lines."""
-    seen: set[CodeType] = set()
+class Trace:
+    """Context manager that records the functions of the package that any thread calls.
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
-            seen.add(frame.f_code)
+    Threads that were started before are not recorded.
+    """
 
-    threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
+    def __init__(self) -> None:
+        self._seen: set[CodeType] = set()
+
+    def __enter__(self) -> Self:
+        self.restart()
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
         threading.setprofile(None)
-    found: Lines = defaultdict(dict)
-    for code in seen:
-        path = Path(code.co_filename)
-        if path.is_relative_to(ROOT):
-            extent = _functions(path).get(code.co_firstlineno)
-            if extent is not None:
-                name, lines = extent
-                found[str(path.relative_to(ROOT))][name] = lines
-    return dict(sorted(found.items()))
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            self._seen.add(frame.f_code)
+
+    def restart(self) -> None:
+        """Forget the calls so far."""
+        self._seen.clear()
+
+    def lines(self) -> Lines:
+        """Return the functions that were called, and their lines."""
+        called: dict[Path, set[int]] = defaultdict(set)
+        for code in [*self._seen]:
+            path = Path(code.co_filename)
+            if path.is_relative_to(ROOT):
+                called[path].add(code.co_firstlineno)
+        found = {str(path.relative_to(ROOT)): _of(path, firsts) for path, firsts in called.items()}
+        return {path: functions for path, functions in sorted(found.items()) if functions}
 
 
-@cache
-def _functions(path: Path) -> dict[int, tuple[str, int]]:
-    """Name and number of lines of each function of a file, by its first line."""
-    found: dict[int, tuple[str, int]] = {}
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
-            assert node.end_lineno is not None
-            found[first] = node.name, node.end_lineno - node.lineno + 1
+def _of(path: Path, firsts: set[int]) -> dict[str, int]:
+    """Number of lines of the functions of a file that begin at some lines, by qualified name.
+
+    The lines of an inner function count only for itself.
+    """
+    found: dict[str, int] = {}
+
+    def look(node: ast.AST, inside: str) -> int:
+        """Return the number of lines that are counted within a node."""
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inside = f"{inside}.{node.name}"
+        counted = sum(look(child, inside) for child in ast.iter_child_nodes(node))
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return counted
+        first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+        if first not in firsts:
+            return counted
+        assert node.end_lineno is not None
+        whole = node.end_lineno - node.lineno + 1
+        found[inside.removeprefix(".")] = whole - counted
+        return whole
+
+    look(ast.parse(path.read_text("utf-8")), "")
     return found
 
 
@@ -105,15 +148,172 @@ def batch(execution: Execution) -> Lines:
             step.update(*step.backward(batches[number], number), schedule=1.0)
 
         take(0)
-        return executed(lambda: take(1))
+        with Trace() as trace:
+            take(1)
+        return trace.lines()
 
 
-def request(execution: Execution) -> Lines:
-    """Functions of a request to a loaded model."""
+def generate(execution: Execution) -> Lines:
+    """Functions of a call of `generate` on a loaded model."""
     model = workhorse.load("gpt2", execution=execution, notify=lambda _: None)
     config = GenerationConfig(max_new_tokens=4, temperature=0)
     model.generate("some words", config)
-    return executed(lambda: model.generate("other words", config))
+    with Trace() as trace:
+        model.generate("other words", config)
+    return trace.lines()
+
+
+def _recipe(data: dict[str, Any], **train: Any) -> Recipe:
+    return Recipe.from_dict(
+        {
+            "name": "route",
+            "model": MODEL,
+            "tokenizer": {"kind": "bytes", "special": {}},
+            "data": data,
+            "train": {"batch_size": 8, "seq_len": 64, "log_every": 1, **train},
+        }
+    )
+
+
+def rl(execution: Execution) -> Lines:
+    """Functions of a step that learns from its own completions, with its line in the log."""
+    corpus = {"kind": "task", "task": "copy", "difficulty": 3, "count": 60}
+    recipe = _recipe(
+        {"corpus": corpus, "packing": "padded"},
+        steps=3,
+        execution=execution,
+        objective={"kind": "policy"},
+        rollouts={"completions": 4, "max_new_tokens": 5},
+    )
+    trace, found = Trace(), Lines()
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+
+        def listen(event: Event) -> None:
+            if event["kind"] == "step":
+                found.update(trace.lines())  # empty after the first step
+                stack.enter_context(trace)
+
+        train(recipe, Path(folder) / "run", on_event=listen)
+    return found
+
+
+def start(execution: Execution) -> Lines:
+    """Functions of a new run before its first step."""
+    trace, found = Trace(), Lines()
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder) / "corpus.txt"
+        corpus.write_text("some text to learn from, again and again; " * 200)
+        data = {"corpus": {"kind": "text", "path": str(corpus)}}
+        recipe = _recipe(data, steps=1, execution=execution)
+
+        def listen(event: Event) -> None:
+            if event["kind"] == "start":
+                found.update(trace.lines())
+
+        with trace:
+            train(recipe, Path(folder) / "run", on_event=listen)
+    return found
+
+
+class _InThread(EngineClient):
+    """A client whose engine runs in a thread of this process.
+
+    Args:
+        engine: the engine.
+        facts: the facts about its model.
+        metrics: gets the reports of the steps.
+    """
+
+    def __init__(self, engine: Engine, facts: ModelFacts, metrics: Metrics) -> None:
+        settings = EngineSettings(facts.name)
+        super().__init__(settings, say=str, on_step=metrics.stepped, command=())
+        self._engine, self._facts = engine, facts
+
+    async def _launch(self) -> tuple[asyncio.StreamReader, ModelFacts]:
+        ours, theirs = socket.socketpair()
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        worker = Worker(self._engine, theirs, theirs.makefile("rb"), self._facts.tokenizer)
+        threading.Thread(target=worker.run, daemon=True).start()
+        self.state = "ready"
+        return reader, self._facts
+
+    async def close(self) -> None:
+        assert self._writer is not None
+        self._writer.close()  # ends the thread
+        await super().close()
+
+
+async def _post(app: Any, path: str, body: dict[str, Any]) -> bytes:
+    """Send a request to an ASGI application, and return the body of its answer."""
+    messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+    answer = bytearray()
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop() if messages else await asyncio.Future()
+
+    async def send(message: dict[str, Any]) -> None:
+        answer.extend(message.get("body", b""))
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": headers,
+        "client": ("127.0.0.1", 0),
+    }
+    await app(scope, receive, send)
+    return bytes(answer)
+
+
+def chat(execution: Execution) -> Lines:
+    """Functions of a streamed reply of the server and its engine."""
+    with tempfile.TemporaryDirectory() as folder:
+        run, chats = Path(folder) / "run", Path(folder) / "chats.jsonl"
+        question = {"role": "user", "content": "1+1?"}
+        record = {"messages": [question, {"role": "assistant", "content": "2"}]}
+        chats.write_text((json.dumps(record) + "\n") * 20)
+        corpus = {"kind": "conversations", "path": str(chats), "validation_fraction": 0}
+        train(_recipe({"corpus": corpus}, steps=1), run)
+        engine, facts = build(EngineSettings(str(run), execution=execution))
+
+        async def talk(trace: Trace) -> Lines:
+            metrics = Metrics()
+            client = _InThread(engine, facts, metrics)
+            await client.start()
+            app = create_app(
+                client,
+                facts,
+                name="route",
+                metrics=metrics,
+                keys=(),
+                limits=Limits(),
+                loopback=True,
+            )
+            body = {
+                "model": "route",
+                "messages": [question],
+                "stream": True,
+                "max_tokens": 4,
+                "temperature": 0.5,
+                "seed": 1,
+            }
+            for _ in range(2):
+                trace.restart()
+                answer = await _post(app, "/v1/chat/completions", body)
+                assert answer.endswith(b"data: [DONE]\n\n"), answer
+            found = trace.lines()
+            await client.close()
+            return found
+
+        with Trace() as trace:
+            return asyncio.run(talk(trace))
+
+
+# First the start of a run, which calls functions that only run once per process.
+ROUTES = {route.__name__: route for route in (start, batch, generate, chat, rl)}
 
 
 def total(lines: Lines, within: str = "") -> int:
@@ -134,10 +334,11 @@ def page(name: str, lines: Lines) -> str:
 def main() -> None:
     """Run the command."""
     made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    made.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(ROUTES)}; default all")
     made.add_argument("--execution", choices=EXECUTIONS, default="auto")
     made.add_argument("--json", action="store_true", help="print functions and lines as JSON")
     options = made.parse_args()
-    routes = {"batch": batch(options.execution), "request": request(options.execution)}
+    routes = {name: ROUTES[name](options.execution) for name in options.names or ROUTES}
     if options.json:
         print(json.dumps(routes))
     else:

@@ -45,6 +45,16 @@ def test_sources_of_a_mixture_weigh_one_unless_told() -> None:
     ("corpus", "line"),
     [
         ("stdlb", "corpus: unknown kind 'stdlb'; did you mean 'stdlib'?"),
+        (
+            "t.txt",
+            "corpus: 't.txt' is a path, not a kind of corpus; write {kind: text, path: t.txt}",
+        ),
+        ("b.jsonl", "write {kind: jsonl, path: b.jsonl}"),
+        ("data/new", "write {kind: text, path: data/new}"),
+        (
+            {"kind": "mixture", "sources": {"a": "c.parquet"}},
+            "'c.parquet' is a path, not a kind of corpus; write {kind: parquet, path: c.parquet}",
+        ),
         ({"kind": "text"}, "corpus: 'path' is missing; give the path of a file or folder"),
         (
             {"kind": "text", "path": "a", "documents": ""},

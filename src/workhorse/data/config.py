@@ -264,7 +264,14 @@ def source_of(name: str | Path) -> SourceConfig:
 
 
 def _spelled_out(source: Any) -> Any:
-    return SHORTHANDS.get(source, {"kind": source}) if isinstance(source, str) else source
+    if not isinstance(source, str):
+        return source
+    if Path(source).suffix or Path(source).name != source:
+        kind = source_of(source).kind
+        raise ConfigError(
+            f"{source!r} is a path, not a kind of corpus; write {{kind: {kind}, path: {source}}}"
+        )
+    return SHORTHANDS.get(source, {"kind": source})
 
 
 class MixtureConfig(Config):

@@ -11,6 +11,7 @@ from workhorse.cli.verbs.generate import _with_strings
 from workhorse.generate import GenerationConfig, TokenLogprob
 from workhorse.model.convert import save
 from workhorse.model.load import load
+from workhorse.tokenizers import BytesConfig, CharactersConfig, WordsConfig, train_tokenizer
 
 
 def generate(capsys, *arguments: str) -> tuple[str, str]:
@@ -51,6 +52,34 @@ def test_a_seed_that_was_drawn_is_told_and_gives_the_text_again(run_folder, caps
     seed = err.strip().rpartition(", seed ")[2]
     assert generate(capsys, *arguments, "--seed", seed)[0] == out
     assert "seed" not in generate(capsys, *arguments, "--temperature", "0")[1]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt", "warning"),
+    [
+        (
+            (WordsConfig(), "a b"),
+            "a cat, a dog",
+            "the tokenizer has no token for 3 words of the prompt ('cat', ',', 'dog'), so the "
+            "model cannot tell them from other unknown words; use words of its training data",
+        ),
+        ((CharactersConfig(), "ab"), "aé", "no token for 1 character of the prompt ('é'), so "),
+        ((BytesConfig(), ""), "é", ""),
+    ],
+)
+def test_unknown_words_of_prompts_are_named_once(
+    run_folder, tmp_path, capsys, monkeypatch, *, tokenizer, prompt, warning
+):
+    config, known = tokenizer
+    decoder = load(run_folder, execution="reference").decoder
+    save(decoder, tmp_path / "words", tokenizer=train_tokenizer(config, [known]))
+    arguments = [str(tmp_path / "words"), "--max-new-tokens", "2"]
+    _, err = generate(capsys, *arguments, "--prompt", prompt, "--prompt", prompt)
+    assert warning in err
+    assert err.count("warning: ") == bool(warning)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(prompt))
+    assert main(["chat", *arguments]) == 0
+    assert warning in capsys.readouterr().err
 
 
 def test_a_text_file_is_one_prompt(run_folder, capsys, tmp_path):

@@ -166,12 +166,20 @@ def test_the_rarest_characters_give_way() -> None:
     assert tokenizer.decode(tokenizer.encode("abc")) == "ab<|unk|>"
 
 
+def test_unknown_characters_of_a_string(trained: Trained) -> None:
+    assert trained("characters").unknown("a ☃é中☃") == ["☃", "中"]
+    assert trained("bpe").unknown("☃") == []
+
+
 def test_words_and_punctuation_marks_are_tokens_in_the_order_of_frequency() -> None:
     text = "The cat sat. The dog didn't!"
     tokenizer = train_tokenizer(WordsConfig(), [text])
     names = ["<|unk|>", "<|eos|>", "The", "!", ".", "cat", "didn't", "dog", "sat"]
     assert tokenizer.vocabulary == {name: number for number, name in enumerate(names)}
     assert tokenizer.encode("The bird\n sat!") == [2, 0, 8, 3]
+    assert tokenizer.unknown("A bird sat. The bird, naïvely") == ["A", "bird", ",", "naïvely"]
+    assert tokenizer.unknown("The <|eos|>") == ["<", "|", "eos", ">"]
+    assert tokenizer.unknown("") == []
     assert tokenizer.decode(tokenizer.encode(text)) == text
     small = train_tokenizer(WordsConfig(vocab_size=4), ["b the a the b"])
     assert small.vocabulary == {"<|unk|>": 0, "<|eos|>": 1, "b": 2, "the": 3}

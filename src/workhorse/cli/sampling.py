@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from workhorse.cli.output import warn
+
 if TYPE_CHECKING:
     from workhorse.generate import Completion, Delta, GenerationConfig
     from workhorse.model.model import Model
 
 LARGEST_FILE = 1 << 26
 """Maximum size of a prompt file in bytes."""
+SHOWN_UNKNOWN = 5
+"""Maximum number of unknown words that a warning lists."""
 BOM = "\ufeff"
 """Byte order mark. Some editors write it at the start of a UTF-8 file."""
 
@@ -60,6 +64,21 @@ def _prompts_of_lines(text: str, file: Path) -> Iterator[str]:
                 f'{where}: "prompt" is missing or not a string; correct or remove the line'
             )
         yield prompt
+
+
+def warn_of_unknown(model: "Model", prompts: Sequence[str]) -> None:
+    """Warn about words or characters of the prompts that the model's tokenizer does not have."""
+    from workhorse.errors import counted
+
+    found = list(dict.fromkeys(part for text in prompts for part in model.text.unknown(text)))
+    if found:
+        noun = "word" if max(map(len, found)) > 1 else "character"
+        more = f" and {len(found) - SHOWN_UNKNOWN} more" if len(found) > SHOWN_UNKNOWN else ""
+        warn(
+            f"the tokenizer has no token for {counted(len(found), noun)} of the prompt "
+            f"({', '.join(map(repr, found[:SHOWN_UNKNOWN]))}{more}), so the model cannot tell them "
+            f"from other unknown {noun}s; use {noun}s of its training data"
+        )
 
 
 def speed(lengths: Iterable[int], seconds: float, prompt_seconds: float) -> dict[str, Any]:

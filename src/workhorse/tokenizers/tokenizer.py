@@ -154,6 +154,14 @@ class Tokenizer:
         """Count the ids that stand for characters outside the vocabulary."""
         return 0 if self.unk_id is None else ids.count(self.unk_id)
 
+    def unknown(self, text: str) -> list[str]:
+        """Return the distinct words or characters of a string that are outside the vocabulary."""
+        if not self.count_unknown(self.encode(text)):
+            return []
+        found = self._backend.encode(text, add_special_tokens=False)
+        spans = zip(found.ids, found.offsets, strict=True)
+        return list(dict.fromkeys(text[slice(*span)] for id, span in spans if id == self.unk_id))
+
     def encode_sequence(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Encode a complete sequence: `prefix_ids`, the ids of the string, `suffix_ids`.
 

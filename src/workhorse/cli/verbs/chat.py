@@ -16,6 +16,7 @@ from workhorse.cli.sampling import (
     prompt_seconds,
     sampling_options,
     speed,
+    warn_of_unknown,
     with_sampling,
 )
 from workhorse.errors import WorkhorseError
@@ -80,6 +81,7 @@ def command(
         elif line == "/help":
             print(HELP, file=sys.stderr)
         elif line:
+            warn_of_unknown(loaded, [line])
             _answer(conversation, line, as_json)
     if sys.stdin.isatty():
         words = ("inspect", model, "--chat", "--prompt", "TEXT", "--out", "page.html")

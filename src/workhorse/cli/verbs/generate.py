@@ -25,6 +25,7 @@ from workhorse.cli.sampling import (
     read_prompts,
     sampling_options,
     speed,
+    warn_of_unknown,
     with_sampling,
 )
 
@@ -128,6 +129,7 @@ def command(
     config = config.with_seed()
     loaded = open_model(model, running, exact=config.exact)
     config = with_sampling(config, loaded, options)
+    warn_of_unknown(loaded, texts)
     guesser = None
     if draft is not None:
         guesser = open_model(draft, running, with_text=False)

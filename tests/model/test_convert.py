@@ -20,6 +20,7 @@ from workhorse.model.convert import Format, convert
 from workhorse.tokenizers import (
     BytesConfig,
     SpecialTokensConfig,
+    WordsConfig,
     train_tokenizer,
 )
 from workhorse.train import Recipe, train, with_init
@@ -299,6 +300,27 @@ def test_all_end_tokens_go_into_a_gguf_file(run_folder: Path, tmp_path: Path) ->
         convert(source, tmp_path / name, "gguf", notify=list)
         again = workhorse.load(tmp_path / name, device="cpu", notify=list)
         assert set(again.stop_tokens) >= {1, 4}
+
+
+def test_a_model_is_written_without_its_tokenizer(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decoder = workhorse.load(run_folder, execution="reference").decoder
+    words = train_tokenizer(WordsConfig(), ["a b"])
+    source = str(workhorse.save(decoder, tmp_path / "words", tokenizer=words))
+    command = ["convert", source, str(tmp_path / "m.gguf")]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert error.endswith("write the model without the tokenizer (--no-tokenizer)\n")
+    for name, to in (("m.gguf", "gguf"), ("hf", "hf"), ("again", "workhorse")):
+        target = str(tmp_path / name)
+        assert main(["convert", source, target, "--to", to, "--no-tokenizer"]) == 0
+        again = workhorse.load(target, execution="reference", notify=list)
+        assert again.tokenizer is None
+        weights = again.decoder.state_dict()
+        assert all(torch.equal(weights[key], one) for key, one in decoder.state_dict().items())
+    with pytest.raises(WorkhorseError, match="the adapter as it is; remove dtype"):
+        convert(source, tmp_path / "adapter", "peft", tokenizer=False)
 
 
 def test_a_gguf_file_is_a_model_everywhere(

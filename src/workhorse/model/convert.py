@@ -66,6 +66,7 @@ def convert(
     dtype: DTypeName = "auto",
     n_kv_heads: int | None = None,
     adapter: str | Path | None = None,
+    tokenizer: bool = True,
     notify: Callable[[str], object] = warn_caller,
 ) -> Converted:
     """Write a model in another format, with its adapter merged, or only its adapter.
@@ -82,6 +83,7 @@ def convert(
             adjacent heads of the source; None keeps all heads.
         adapter: an adapter of the source; see `load`. Other formats than `peft` and `gguf-lora` get
             weights to which it is added in float32.
+        tokenizer: False to write the model without its tokenizer.
         notify: see `load`.
 
     Raises:
@@ -100,12 +102,15 @@ def convert(
     check_callback(notify)
     _check_target(target, to)
     if to in ADAPTERS:
-        if dtype != "auto" or n_kv_heads is not None:
-            raise WorkhorseError(f"--to {to} writes the adapter as it is; remove dtype, n_kv_heads")
+        if dtype != "auto" or n_kv_heads is not None or not tokenizer:
+            raise WorkhorseError(
+                f"--to {to} writes the adapter as it is; remove dtype, n_kv_heads, no-tokenizer"
+            )
         return _convert_adapter(source, target, to, adapter, notify)
     # Find the model type before the weights are read, so that an unsupported config fails early.
     family = None if to == "workhorse" else _family(source, to, n_kv_heads)
     model, own_dtype = _load(source, dtype, adapter, notify)
+    model = model if tokenizer else replace(model, tokenizer=None)
     if adapters_of(model.reference):
         model = model.merged()
     if n_kv_heads is not None:

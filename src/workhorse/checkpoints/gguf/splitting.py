@@ -119,7 +119,7 @@ def splitting_rule(definition: Data) -> tuple[str, list[str]]:
         case other:
             raise WorkhorseError(
                 f"llama.cpp does not support the normalizer {other['type']} in byte-level "
-                "tokenizers; write the model without the tokenizer"
+                "tokenizers; write the model without the tokenizer (--no-tokenizer)"
             )
     if not definition["model"]["merges"]:
         return GPT2_RULE, remarks  # nothing is merged, so every rule gives the same tokens
@@ -131,7 +131,7 @@ def splitting_rule(definition: Data) -> tuple[str, list[str]]:
         return name, [*remarks, remark]
     raise WorkhorseError(
         f"llama.cpp has no rule that splits words like this tokenizer ({' then '.join(key[0])}); "
-        "write the model without the tokenizer"
+        "write the model without the tokenizer (--no-tokenizer)"
     )
 
 

@@ -113,7 +113,7 @@ def tokenizer_metadata(
         kind = "byte-level " if byte_level else ""
         raise WorkhorseError(
             f"llama.cpp does not support this kind of tokenizer ({kind}{model['type']}); write the "
-            "model without the tokenizer"
+            "model without the tokenizer (--no-tokenizer)"
         )
     words = _words(tokenizer, definition, vocab_size)
     keys, remarks = (_byte_level if byte_level else _characters)(definition, words)

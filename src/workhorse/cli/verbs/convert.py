@@ -39,6 +39,9 @@ from workhorse.cli.output import print_result, warn
     help="Adapter of SRC: a PEFT directory or a run. Formats of models get weights to which it is"
     " added.",
 )
+@click.option(
+    "--no-tokenizer", is_flag=True, help="Write the model without its tokenizer, for token ids."
+)
 @json_option
 def command(
     *,
@@ -48,6 +51,7 @@ def command(
     dtype: str,
     n_kv_heads: int | None,
     adapter: Path | None,
+    no_tokenizer: bool,
     as_json: bool,
 ) -> None:
     """Convert the model SRC to another format and write it to DST.
@@ -70,6 +74,7 @@ def command(
         dtype=dtype,  # pyright: ignore[reportArgumentType]
         n_kv_heads=n_kv_heads,
         adapter=adapter,
+        tokenizer=not no_tokenizer,
         notify=warn,
     )
     what = f" as {result.architecture}" if result.architecture else ""

@@ -24,6 +24,7 @@ from benchmarks.harness.command import at_least_one
 from benchmarks.harness.machine import describe
 from benchmarks.harness.shapes import DTYPES, TRAINING
 from workhorse.memory.device_memory import device_memory
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.devices import Cluster, Link
 from workhorse.plan.step_time import step_time
@@ -108,8 +109,9 @@ def main() -> None:
             link = Link(bandwidth, latency)
             cluster = Cluster(flops, UNLIMITED, link, link, node=2, sends_aside=False)
             parallel = ParallelismConfig.from_dict(ways)
-            memory = device_memory(config, train, CPU, parallel.replace(pipeline=1), updates=False)
-            return step_time(config, train, parallel, cluster, memory).seconds
+            step = PlannedStep(config, train, CPU, parallel)
+            whole = PlannedStep(config, train, CPU, parallel.replace(pipeline=1))
+            return step_time(step, cluster, device_memory(whole, updates=False)).seconds
 
         flops = predicted(1.0, {}) * alone / tokens  # all time is attributed to arithmetic
         for way in WAYS:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from workhorse.memory.device_memory import device_memory
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.models import find_preset
 from workhorse.models.describe import forward_flops
 from workhorse.nn import DecoderConfig
@@ -146,7 +147,8 @@ def published() -> Iterator[Run]:
 
 def simulated(run: Run) -> tuple[float, StepTime]:
     """The published figure, and the step that it follows from."""
-    step = simulated_step(run.config, run.train, run.mesh, run.device)
+    planned = PlannedStep(run.config, run.train, CUDA, run.mesh)
+    step = simulated_step(planned, run.device)
     tokens = run.train.tokens_per_step / step.seconds / run.mesh.processes
     if run.figure == "tokens/s":
         return tokens, step
@@ -198,8 +200,9 @@ def main() -> None:
         train = training(
             rows, seq_len, micro_batch_size=at_once, activation_checkpointing=again
         ).replace(steps=steps, checkpoint_every=100)
-        held = device_memory(config, train, CUDA, mesh).total
-        step = simulated_step(config, train, mesh, h100)
+        planned = PlannedStep(config, train, CUDA, mesh)
+        held = device_memory(planned).total
+        step = simulated_step(planned, h100)
         seconds = steps * step.seconds
         lost = failures(train, seconds, mesh.processes)
         speed = rows * seq_len / step.seconds / mesh.processes

@@ -35,6 +35,7 @@ from benchmarks.gpu.speed import (
 from benchmarks.harness.shapes import DECODING, Shape
 from workhorse.devices.memory import available
 from workhorse.memory.capacity import fit_micro_batch, step_bytes, usable
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.kernels import KernelName, Scoring, make_kernel
 from workhorse.nn.attention.masks import AttentionPattern, Placement
@@ -139,7 +140,7 @@ def _short(train: TrainConfig) -> str:
 
 
 def _account(config: DecoderConfig, train: TrainConfig, device: torch.device) -> Figures:
-    predicted = step_bytes(config, train, device)
+    predicted = step_bytes(PlannedStep(config, train, device))
     figures: Figures = {"predicted": predicted}
     if device.type == "cuda":
         measured = figures["measured"] = _peak_of_step(config, train, device)
@@ -181,15 +182,15 @@ def _edge(shape: Shape, free: int | None, setting: Setting) -> Figures:
         left = available(device) or 0
     rows = TINY_ROWS if setting.tiny else EDGE_ROWS
     auto = training(rows, shape.context, micro_batch_size="auto")
-    chosen = fit_micro_batch(config, auto, device)
+    chosen = fit_micro_batch(PlannedStep(config, auto, device)).train
     size = chosen.micro_batch_size
     assert isinstance(size, int)
     figures: Figures = {"free": left, "usable": usable(left, device), "chosen": size}
-    figures |= {"predicted": step_bytes(config, chosen, device)}
+    figures |= {"predicted": step_bytes(PlannedStep(config, chosen, device))}
     figures["ran"] = _runs(config, chosen, device)
     if is_cuda and size < rows:
         twice = chosen.replace(micro_batch_size=min(rows, 2 * size))
-        figures["predicted_of_twice"] = step_bytes(config, twice, device)
+        figures["predicted_of_twice"] = step_bytes(PlannedStep(config, twice, device))
         figures["twice_ran"] = _runs(config, twice, device)
     del ballast
     return figures

@@ -30,6 +30,7 @@ from benchmarks.harness.shapes import TRAINING, Shape
 from benchmarks.harness.worker import Round
 from workhorse.data import Batch
 from workhorse.memory.capacity import fit_micro_batch
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.models.families.llama import llama
 from workhorse.nn import DecoderConfig
 from workhorse.train.recipe.training import TrainConfig
@@ -257,10 +258,8 @@ def _most_rows(
     config: DecoderConfig, train: TrainConfig, device: torch.device, *, packed: bool
 ) -> TrainConfig:
     """The config with the largest batch that fits in one pass."""
-    found = fit_micro_batch(
-        config, train.replace(micro_batch_size="auto"), device, packed=packed
-    ).micro_batch_size
-    return train.replace(batch_size=found)
+    step = PlannedStep(config, train, device, packed=packed).with_train(micro_batch_size="auto")
+    return train.replace(batch_size=fit_micro_batch(step).train.micro_batch_size)
 
 
 def _rate(step: Callable[[], object], tokens: int, setting: Setting) -> float:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from workhorse.devices.memory import MIB
-from workhorse.memory.step_memory import step_memory
+from workhorse.memory.step_memory import PlannedStep, step_memory
 from workhorse.models import preset
 from workhorse.native import resolve
 from workhorse.nn import DecoderConfig
@@ -69,7 +69,10 @@ def test_resident_memory_is_the_predicted() -> None:
                 **settings,
             }
         )
-        predicted, taken = max(step_memory(config, train, CPU).totals), measured(config, train)
+        predicted, taken = (
+            max(step_memory(PlannedStep(config, train, CPU)).totals),
+            measured(config, train),
+        )
         difference = predicted / taken - 1
         case = f"{name}, {config.n_layers} layers | {json.dumps(settings)[1:-1]}"
         off[case] = difference

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.plan.families import LATENT, small
 from workhorse.devices.tape import ShapeCache, stand_in, without_data
-from workhorse.memory.step_memory import step_memory
+from workhorse.memory.step_memory import PlannedStep, step_memory
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.train.recipe.training import TrainConfig
 
@@ -121,8 +121,9 @@ def test_a_step_is_recorded_as_if_nothing_were_remembered(
 ) -> None:
     """The recorded memory is the same with the shape cache; also for the first of two stages."""
     train = TrainConfig(steps=1, batch_size=4, seq_len=12, micro_batch_size=2, dtype=dtype)
-    divided = {"parallel": ParallelismConfig(pipeline=2), "stage": 0}
-    cases = [{"packed": packed}, *([divided] if packed else [])]
-    found = [step_memory(config, train, device, **case) for case in cases]
+    step = PlannedStep(config, train, device, packed=packed)
+    divided = PlannedStep(config, train, device, ParallelismConfig(pipeline=2))
+    cases = [(step, None), *([(divided, 0)] if packed else [])]
+    found = [step_memory(case, stage=stage) for case, stage in cases]
     plainly()
-    assert found == [step_memory(config, train, device, **case) for case in cases]
+    assert found == [step_memory(case, stage=stage) for case, stage in cases]

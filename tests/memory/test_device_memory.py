@@ -9,6 +9,7 @@ from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.config.base import ConfigError
 from workhorse.memory import device_memory as accounts
 from workhorse.memory.device_memory import DeviceMemory, device_memory
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.parts import check_layers
@@ -56,7 +57,9 @@ def training(**fields: object) -> TrainConfig:
 
 
 def memory(config: DecoderConfig, mesh: dict[str, object], **fields: object) -> DeviceMemory:
-    return device_memory(config, training(**fields), CUDA, ParallelismConfig.from_dict(mesh))
+    return device_memory(
+        PlannedStep(config, training(**fields), CUDA, ParallelismConfig.from_dict(mesh))
+    )
 
 
 def held(found: DeviceMemory, component: str | None = None) -> int:
@@ -223,11 +226,11 @@ def test_longest() -> None:
 
 def test_the_smallest_mesh() -> None:
     one = memory(standard(), {}, batch_size=1).total
-    assert smallest_mesh(standard(), training(), CUDA, one) == UNDIVIDED
-    several = smallest_mesh(standard(), training(), CUDA, int(0.7 * one))
+    assert smallest_mesh(PlannedStep(standard(), training(), CUDA), one) == UNDIVIDED
+    several = smallest_mesh(PlannedStep(standard(), training(), CUDA), int(0.7 * one))
     assert several is not None
     assert several.processes > 1
-    assert smallest_mesh(standard(), training(), CUDA, 1000) is None
+    assert smallest_mesh(PlannedStep(standard(), training(), CUDA), 1000) is None
 
 
 @pytest.mark.parametrize(
@@ -251,16 +254,16 @@ def test_the_peak_of_a_deep_model_is_that_of_all_its_layers(
 ) -> None:
     config, mesh = standard().replace(n_layers=14), ParallelismConfig(**ways)
     train, given = training(**fields), adapter and AdapterConfig(**adapter)
-    step = config, train, CUDA, mesh
-    exact = device_memory(*step, updates=False, adapter=given).total
+    step = PlannedStep(config, train, CUDA, mesh, adapter=given or None)
+    exact = device_memory(step, updates=False).total
     recorded: list[int] = []
 
-    def record(config: DecoderConfig, *step: Any, **options: Any) -> DeviceMemory:
-        recorded.append(config.n_layers)
-        return device_memory(config, *step, **options)
+    def record(step: PlannedStep, **options: Any) -> DeviceMemory:
+        recorded.append(step.config.n_layers)
+        return device_memory(step, **options)
 
     monkeypatch.setattr(accounts, "device_memory", record)
-    assert accounts.peak_of_passes(*step, adapter=given) == exact
+    assert accounts.peak_of_passes(step) == exact
     assert recorded == ([14] if "pipeline" in ways or "ranks" in (adapter or {}) else [4, 5])
 
 
@@ -270,22 +273,21 @@ def test_the_peak_of_a_deep_model_with_two_kinds_of_layers() -> None:
     wide = {**block, "feed_forward": {"kind": "mlp", "d_ff": 512}}
     blocks = {"pattern": ["main", "wide"], "blocks": {"main": block, "wide": wide}}
     config = DecoderConfig.from_dict({**fields, **blocks})
-    step = config, training(batch_size=2), CUDA, UNDIVIDED
-    assert accounts.peak_of_passes(*step) == device_memory(*step, updates=False).total
+    step = PlannedStep(config, training(batch_size=2), CUDA)
+    assert accounts.peak_of_passes(step) == device_memory(step, updates=False).total
 
 
 def test_remedies_save_what_they_say() -> None:
-    config, train = standard(), training(batch_size=8, dtype="float32")
-    before = device_memory(config, train, CUDA).total
-    found = {one.setting: one for one in remedies(config, train, CUDA, UNDIVIDED, before // 2)}
+    step = PlannedStep(standard(), training(batch_size=8, dtype="float32"), CUDA)
+    before = device_memory(step).total
+    found = {one.setting: one for one in remedies(step, before // 2)}
     assert next(iter(found)).startswith("train.micro_batch_size=")  # does not change results
     of_rows = {
-        rows: device_memory(config, train.replace(micro_batch_size=rows), CUDA).total
-        for rows in (1, 2, 4)
+        rows: device_memory(step.with_train(micro_batch_size=rows)).total for rows in (1, 2, 4)
     }
     for room in (of_rows[2], of_rows[1], of_rows[1] - 1):
         largest = max((rows for rows, needed in of_rows.items() if needed <= room), default=1)
-        first, *_ = remedies(config, train, CUDA, UNDIVIDED, room)
+        first, *_ = remedies(step, room)
         assert first.setting == f"train.micro_batch_size={largest}"
         assert first.saves == before - of_rows[largest]
         assert first.fits == (of_rows[largest] <= room)

@@ -7,7 +7,7 @@ from tests.nn.grid import COVERING
 from tests.plan.families import small
 from tests.plan.measure import CPU, gradient_bytes, held_by, kept_by_autograd, most_allocated
 from workhorse.checkpoints.adapted import AdapterConfig
-from workhorse.memory.step_memory import StepMemory, step_memory
+from workhorse.memory.step_memory import PlannedStep, StepMemory, step_memory
 from workhorse.nn import DecoderConfig, products
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.parallel.config import ParallelismConfig
@@ -25,7 +25,7 @@ def training(**fields: object) -> TrainConfig:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_activations_are_the_bytes_that_autograd_keeps(number: int, dtype: str) -> None:
     config, train = CONFIGS[number], training(dtype=dtype)
-    found = step_memory(config, train, CPU).activations
+    found = step_memory(PlannedStep(config, train, CPU)).activations
     kept = kept_by_autograd(config, train)
     kept.pop("head", None)  # the head computes its gradient in the forward pass
     assert sum(found.values()) == sum(kept.values())
@@ -33,12 +33,15 @@ def test_activations_are_the_bytes_that_autograd_keeps(number: int, dtype: str) 
 
 def test_checkpointing_keeps_the_input_of_each_layer() -> None:
     config, train = CONFIGS[0], training(activation_checkpointing=True)
-    found = step_memory(config, train, CPU).activations
+    found = step_memory(PlannedStep(config, train, CPU)).activations
     kept = kept_by_autograd(config, train)
     kept.pop("head", None)
     assert sum(found.values()) == sum(kept.values())
     assert sum(found.values()) >= config.n_layers * ROWS * SEQ * config.d_model * 4
-    assert sum(found.values()) < sum(step_memory(config, training(), CPU).activations.values()) / 4
+    assert (
+        sum(found.values())
+        < sum(step_memory(PlannedStep(config, training(), CPU)).activations.values()) / 4
+    )
 
 
 def test_experts_of_widths_that_no_kernel_takes() -> None:
@@ -46,7 +49,9 @@ def test_experts_of_widths_that_no_kernel_takes() -> None:
     config = next(one for one in COVERING if one.d_model % 2 and _has_experts(one))
     kept = kept_by_autograd(config, training())
     kept.pop("head", None)
-    assert sum(step_memory(config, training(), CPU).activations.values()) == sum(kept.values())
+    assert sum(step_memory(PlannedStep(config, training(), CPU)).activations.values()) == sum(
+        kept.values()
+    )
 
 
 def _has_experts(config: DecoderConfig) -> bool:
@@ -56,11 +61,13 @@ def _has_experts(config: DecoderConfig) -> bool:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_documents_are_kept_apart_by_a_mask(dtype: str) -> None:
     config, train = small("llama", num_hidden_layers=2), training(dtype=dtype)
-    found = step_memory(config, train, CPU, packed=True).activations
+    found = step_memory(PlannedStep(config, train, CPU, packed=True)).activations
     kept = kept_by_autograd(config, train, packed=True)
     kept.pop("head", None)
     assert sum(found.values()) == sum(kept.values())
-    assert sum(found.values()) > sum(step_memory(config, train, CPU).activations.values())
+    assert sum(found.values()) > sum(
+        step_memory(PlannedStep(config, train, CPU)).activations.values()
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -68,7 +75,7 @@ def test_documents_are_kept_apart_by_a_mask(dtype: str) -> None:
 def test_the_last_part_of_a_sequence_keeps_the_keys_of_all(family: str, packed: bool) -> None:
     config, train = small(family, num_hidden_layers=2), training()
     thirds = ParallelismConfig(context=3)
-    found = step_memory(config, train, CPU, packed=packed, parallel=thirds).activations
+    found = step_memory(PlannedStep(config, train, CPU, packed=packed, parallel=thirds)).activations
     kept = kept_by_autograd(config, train, thirds, packed=packed)
     kept.pop("head", None)
     assert sum(found.values()) == sum(kept.values())
@@ -83,7 +90,7 @@ def held(memory: StepMemory) -> dict[str, int]:
 def test_what_is_held_is_what_a_step_has(dtype: str, kind: str) -> None:
     config = CONFIGS[1]
     train = training(dtype=dtype, optimizer={"kind": kind, "learning_rate": 0.01})
-    memory = step_memory(config, train, CPU)
+    memory = step_memory(PlannedStep(config, train, CPU))
     assert held(memory) == held_by(config, train)
     assert {kind: memory.timeline[kind][0] for kind in held(memory)} == held(memory)
 
@@ -91,7 +98,9 @@ def test_what_is_held_is_what_a_step_has(dtype: str, kind: str) -> None:
 def test_the_initial_model_is_held() -> None:
     """`kl_weight` of a policy keeps a second model in memory, without gradients."""
     found = [
-        step_memory(CONFIGS[0], training(batch_size=8, rollouts={}, objective=objective), CPU)
+        step_memory(
+            PlannedStep(CONFIGS[0], training(batch_size=8, rollouts={}, objective=objective), CPU)
+        )
         for objective in ({"kind": "policy"}, {"kind": "policy", "kl_weight": 0.1})
     ]
     plain, with_initial = (held(memory) for memory in found)
@@ -104,7 +113,7 @@ def test_the_initial_model_is_held() -> None:
 def test_the_peak_is_the_allocators(number: int, dtype: str) -> None:
     # Enough rows that the workspaces of operators are small compared with their outputs.
     config, train = CONFIGS[number], training(dtype=dtype, batch_size=8, seq_len=24)
-    memory = step_memory(config, train, CPU)
+    memory = step_memory(PlannedStep(config, train, CPU))
     constants = memory.timeline["temporary"][0]  # tables of activation functions, built once
     predicted = max(memory.totals) - constants
     assert predicted == pytest.approx(most_allocated(config, train), rel=0.08)
@@ -114,25 +123,25 @@ def test_the_peak_is_the_allocators(number: int, dtype: str) -> None:
 def test_the_peak_where_gradients_are_added_exactly(dtype: str) -> None:
     config, train = CONFIGS[0], training(dtype=dtype, batch_size=8, seq_len=24)
     parallel = ParallelismConfig(reduction={"kind": "exact", "logical_shards": 7})
-    memory = step_memory(config, train, CPU, parallel=parallel)
+    memory = step_memory(PlannedStep(config, train, CPU, parallel=parallel))
     predicted = max(memory.totals) - memory.timeline["temporary"][0]
     assert predicted == pytest.approx(most_allocated(config, train, parallel), rel=0.08)
 
 
 def test_gradients_and_their_sums_over_micro_batches() -> None:
     config, train = CONFIGS[1], training(dtype="bfloat16")
-    whole = step_memory(config, train, CPU, updates=False).timeline
+    whole = step_memory(PlannedStep(config, train, CPU), updates=False).timeline
     assert (whole["gradients"][-1], whole["sums"][-1]) == (gradient_bytes(config, train), 0)
     train = training(dtype="bfloat16", micro_batch_size=1)
-    parts = step_memory(config, train, CPU, updates=False)
+    parts = step_memory(PlannedStep(config, train, CPU), updates=False)
     parameters = sum(p.numel() for p in config.build().parameters() if p.requires_grad)
     assert max(parts.timeline["sums"]) == 4 * parameters
-    one_row = step_memory(config, training(batch_size=1, dtype="bfloat16"), CPU)
+    one_row = step_memory(PlannedStep(config, training(batch_size=1, dtype="bfloat16"), CPU))
     assert parts.activations == one_row.activations
 
 
 def test_the_timeline_begins_and_ends_with_what_is_held() -> None:
-    memory = step_memory(CONFIGS[2], training(), CPU)
+    memory = step_memory(PlannedStep(CONFIGS[2], training(), CPU))
     ends = {kind: values[-1] for kind, values in memory.timeline.items() if values[-1]}
     kept = {kind: ends[kind] for kind in ends if kind not in ("temporary", "loss")}
     assert kept == held(memory)
@@ -149,9 +158,9 @@ def test_like_parts_of_the_loss_are_recorded_once(
 ) -> None:
     config = small("llama", num_hidden_layers=1, vocab_size=20_000)
     train = training(dtype=dtype, batch_size=64, seq_len=512)
-    short = step_memory(config, train, torch.device(device))
+    short = step_memory(PlannedStep(config, train, torch.device(device)))
     monkeypatch.setattr(products, "recording", lambda: False)
-    whole = step_memory(config, train, torch.device(device))
+    whole = step_memory(PlannedStep(config, train, torch.device(device)))
     assert len(short.totals) < len(whole.totals)
     assert (peak(short), short.held) == (peak(whole), whole.held)
     assert short.activations == whole.activations
@@ -177,13 +186,13 @@ def phase_at(memory: StepMemory, moment: int) -> str:
 
 
 def test_another_device_needs_no_such_device() -> None:
-    memory = step_memory(CONFIGS[0], training(dtype="bfloat16"), torch.device("cuda"))
+    memory = step_memory(PlannedStep(CONFIGS[0], training(dtype="bfloat16"), torch.device("cuda")))
     assert held(memory)["weights"] == held(memory)["low_bits"]
 
 
 def test_an_unrecorded_update_leaves_the_rest_as_it_is() -> None:
-    whole = step_memory(CONFIGS[0], training(), CPU)
-    passes = step_memory(CONFIGS[0], training(), CPU, updates=False)
+    whole = step_memory(PlannedStep(CONFIGS[0], training(), CPU))
+    passes = step_memory(PlannedStep(CONFIGS[0], training(), CPU), updates=False)
     assert passes.activations == whole.activations
     assert passes.totals[:-1] == whole.totals[: len(passes.totals) - 1]
 
@@ -204,12 +213,12 @@ def test_a_step_of_an_adapter(name: str, dtype: str) -> None:
     adapter = AdapterConfig.from_dict(ADAPTERS[name])
     config = small("llama", num_hidden_layers=2, hidden_size=64, intermediate_size=96)
     train = training(dtype=dtype, batch_size=8, seq_len=32, optimizer={"kind": "adamw"})
-    memory = step_memory(config, train, CPU, adapter=adapter)
+    memory = step_memory(PlannedStep(config, train, CPU, adapter=adapter))
     assert held(memory) == held_by(config, train, adapter)
     kept = kept_by_autograd(config, train, adapter=adapter)
     kept.pop("head", None)
     assert sum(memory.activations.values()) == sum(kept.values())
     predicted = max(memory.totals) - memory.timeline["temporary"][0]
     assert predicted == pytest.approx(most_allocated(config, train, adapter=adapter), rel=0.08)
-    full = step_memory(config, train, CPU)
+    full = step_memory(PlannedStep(config, train, CPU))
     assert sum(held(memory).values()) < 0.5 * sum(held(full).values())

@@ -22,14 +22,14 @@ def kept():
 before = facts()
 import workhorse
 from workhorse.train import Recipe, train
-from workhorse.memory.step_memory import step_memory
+from workhorse.memory.step_memory import PlannedStep, step_memory
 
 states = []
 recipe = Recipe.from_yaml(open(sys.argv[1]).read())
 train(recipe, "run", on_event=lambda event: states.append(kept()))
 model = workhorse.load("run")
 model.generate("ab", max_new_tokens=3)
-step_memory(model.config, recipe.train, torch.device("meta"))
+step_memory(PlannedStep(model.config, recipe.train, torch.device("meta")))
 assert facts() == before, [a == b for a, b in zip(facts(), before)]
 assert set(states) == {0}, states
 """

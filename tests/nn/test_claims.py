@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.nn.grid import make, random_tokens
-from workhorse.memory.step_memory import step_memory
+from workhorse.memory.step_memory import PlannedStep, step_memory
 from workhorse.nn import AttentionConfig, Context, Decoder, DecoderConfig, next_token_loss
 from workhorse.nn.blocks import BlockConfig, PreNorm
 from workhorse.nn.positions.rope import RopeConfig
@@ -229,11 +229,13 @@ def test_c9_fused_attention_keeps_as_much_as_the_text_is_long_and_eager_its_squa
         kernel: [
             sum(
                 step_memory(
-                    config(1).replace(max_seq_len=length),
-                    TrainConfig(
-                        steps=1, batch_size=1, seq_len=length, kernel=kernel, dtype="float32"
-                    ),
-                    torch.device("cpu"),
+                    PlannedStep(
+                        config(1).replace(max_seq_len=length),
+                        TrainConfig(
+                            steps=1, batch_size=1, seq_len=length, kernel=kernel, dtype="float32"
+                        ),
+                        torch.device("cpu"),
+                    )
                 ).activations.values()
             )
             for length in (256, 512, 1024, 2048)

@@ -28,7 +28,7 @@ from tests.parity.all_cases import ALL
 from tests.plan import measure
 from tests.plan.measure import CPU
 from workhorse.memory.capacity import cache_of_layers
-from workhorse.memory.step_memory import step_memory
+from workhorse.memory.step_memory import PlannedStep, step_memory
 from workhorse.models.describe import count_parameters, forward_flops
 from workhorse.models.huggingface import Fields, family
 from workhorse.nn import Decoder, DecoderConfig
@@ -127,7 +127,7 @@ def account(case: Case) -> Row:
     one_batch = train.replace(batch_size=train.micro_batch_size or train.batch_size)
     kept = measure.kept_by_autograd(config, one_batch)
     kept.pop("head", None)  # the head computes its gradient in the forward pass
-    memory = step_memory(config, train, CPU)
+    memory = step_memory(PlannedStep(config, train, CPU))
     constants = memory.timeline["temporary"][0]  # tables of activation functions, built once
     causal = all(block.attention.causal for block in config.blocks.values())
     flops = 3 * (sum(forward_flops(decoder, train.seq_len).values()) + hidden(decoder, train))

@@ -16,10 +16,9 @@ from workhorse.devices.memory import GIB, size
 from workhorse.errors import WorkhorseError
 from workhorse.memory import device_memory
 from workhorse.memory.capacity import MARGIN, shares
-from workhorse.memory.step_memory import StepMemory, step_memory
+from workhorse.memory.step_memory import PlannedStep, StepMemory, step_memory
 from workhorse.models import preset
 from workhorse.models.describe import count_parameters
-from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import UNDIVIDED
 from workhorse.plan import known_devices, plan, plan_devices
 from workhorse.plan.page import COLORS, Bar, lines, stacked, write_page
@@ -177,9 +176,9 @@ def test_several_devices_are_one_table(capsys: pytest.CaptureFixture[str]) -> No
 def test_devices_share_the_records_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[str] = []
 
-    def record(config: DecoderConfig, *step: Any, **options: Any) -> StepMemory:
-        recorded.append(config.to_json())
-        return step_memory(config, *step, **options)
+    def record(step: PlannedStep, **options: Any) -> StepMemory:
+        recorded.append(step.config.to_json())
+        return step_memory(step, **options)
 
     monkeypatch.setattr(device_memory, "_RECORDS", {})
     monkeypatch.setattr(device_memory, "step_memory", record)

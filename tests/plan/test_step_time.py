@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+import torch
 
 from workhorse.checkpoints.adapted import AdapterConfig
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.models import find_preset
 from workhorse.models.describe import forward_flops
 from workhorse.parallel.config import ParallelismConfig
@@ -14,6 +16,7 @@ from workhorse.plan.plan import failures
 from workhorse.plan.step_time import Pass, StepTime, pipeline_seconds, simulated_step
 from workhorse.train.recipe.training import TrainConfig
 
+CUDA = torch.device("cuda")
 CLUSTER = Cluster(1e12, 1e12, near=Link(300e9, 0.0), far=Link(25e9, 0.0), node=8)
 
 
@@ -23,7 +26,8 @@ def step(ways: dict[str, Any], adapter: AdapterConfig | None = None, **fields: o
     config = find_preset("gpt2").config.replace(n_layers=4)
     train = TrainConfig(**{**given, **fields})
     mesh = ParallelismConfig(**ways)
-    return simulated_step(config, train, mesh, find_device("a100"), adapter=adapter)
+    planned = PlannedStep(config, train, CUDA, mesh, adapter=adapter)
+    return simulated_step(planned, find_device("a100"))
 
 
 def test_an_adapter_has_no_gradients_of_frozen_weights() -> None:
@@ -129,7 +133,8 @@ def test_what_a_published_run_reached_is_near() -> None:
         optimizer={"kind": "adamw", "learning_rate": 1e-3},
     )
     mesh = ParallelismConfig(data=32, tensor=8, pipeline=2)
-    seconds = simulated_step(config, train, mesh, find_device("a100")).seconds
+    planned = PlannedStep(config, train, CUDA, mesh)
+    seconds = simulated_step(planned, find_device("a100")).seconds
     once = sum(forward_flops(config.build(device="meta"), 2048).values())
     reached = 4 * once * train.tokens_per_step / (seconds * mesh.processes)
     assert reached == pytest.approx(138e12, rel=0.15)

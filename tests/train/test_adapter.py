@@ -17,7 +17,7 @@ from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.cli.main import main
 from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
-from workhorse.memory.step_memory import step_memory
+from workhorse.memory.step_memory import PlannedStep, step_memory
 from workhorse.model.load import load
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.plan import plan
@@ -327,7 +327,9 @@ def test_a_dry_run_and_a_plan_count_the_adapter(base: Path, make_recipe, tmp_pat
     state = sum(one.nbytes for one in checkpoint.optimizer.values())
     assert sum(held["optimizer"].values()) == state
     config = DecoderConfig.from_dict(found["config"])
-    memory = step_memory(config, recipe.train, torch.device("cpu"), adapter=recipe.adapter)
+    memory = step_memory(
+        PlannedStep(config, recipe.train, torch.device("cpu"), adapter=recipe.adapter)
+    )
     assert found["memory"]["peak"]["total"] == max(memory.totals)
     file = tmp_path / "adapter.yaml"
     file.write_text(recipe.to_yaml())

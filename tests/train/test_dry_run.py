@@ -10,6 +10,7 @@ import torch
 
 from tests.parallel.runs import GATED, fields
 from workhorse.memory.device_memory import device_memory
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.train import Recipe, dry_run, estimate, recipe_warnings, train
 
 FIGURES = ("parameters", "micro_batch_size", "tokens", "exports_as")
@@ -66,9 +67,8 @@ def test_each_of_several_processes_has_its_share_of_the_memory(
     module = importlib.import_module("workhorse.train.dry_run")
     monkeypatch.setattr(module, "available", lambda _: 1000)
     found = estimate(divided)
-    own = device_memory(
-        divided.decoder_config(257), divided.train, torch.device("cpu"), divided.parallel
-    )
+    config = divided.decoder_config(257)
+    own = device_memory(PlannedStep.of_recipe(divided, config, torch.device("cpu")))
     assert (one["processes"], found["processes"]) == (1, 4)
     assert found["memory"]["peak"]["total"] == own.total < one["memory"]["peak"]["total"]
     assert (found["memory"]["room"], found["memory"]["fits"]) == (250, False)

@@ -12,6 +12,7 @@ import torch
 from workhorse.data import DataConfig, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
 from workhorse.memory.capacity import check_held
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.train import Recipe, check_run, estimate, train
 from workhorse.train.check import own_gpu
 
@@ -65,7 +66,7 @@ def test_a_training_that_does_not_fit_is_refused_and_leaves_nothing(
     line = r"state in 3 processes needs .*; start fewer processes, shard the weights with parallel."
     recipe = make_recipe()
     with pytest.raises(WorkhorseError, match=line):
-        check_held(recipe.decoder_config(257), recipe.train, torch.device("cpu"))
+        check_held(PlannedStep(recipe.decoder_config(257), recipe.train, torch.device("cpu")))
 
 
 def test_a_run_in_use_is_not_trained_twice(make_recipe, tmp_path: Path) -> None:

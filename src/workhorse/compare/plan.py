@@ -17,7 +17,7 @@ from workhorse.data.sources import check_outside
 from workhorse.devices.names import resolve_device
 from workhorse.errors import WorkhorseError
 from workhorse.memory.capacity import check_held, check_training
-from workhorse.memory.step_memory import StepOptions
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.models.describe import flops_per_token
 from workhorse.optim.groups import OptimizerConfig
 from workhorse.optim.muon import MuonConfig
@@ -398,12 +398,12 @@ def _size(recipe: Recipe, vocabulary: int) -> tuple[int, int, int]:
 
 def _check_room(name: str, recipe: Recipe, vocabulary: int) -> None:
     device, config = resolve_device(recipe.train.device), recipe.decoder_config(vocabulary)
+    step = PlannedStep.of_recipe(recipe, config, device)
     try:
         if recipe.train.micro_batch_size == "auto":
-            check_held(config, recipe.train, device, adapter=recipe.adapter)
+            check_held(step)
         else:
-            options: StepOptions = {"packed": recipe.data.packed, "adapter": recipe.adapter}
-            check_training(config, recipe.train, device, parallel=recipe.parallel, **options)
+            check_training(step)
     except WorkhorseError as error:
         raise WorkhorseError(f"variants.{name}: {error}") from None
 

@@ -18,6 +18,7 @@ from workhorse.compare.study import Study, no_study
 from workhorse.compare.trials import run_trial
 from workhorse.data import prepare_tokenizer
 from workhorse.devices.names import resolve_device, use_threads
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.train import Event, Recipe, estimate
 from workhorse.train.dry_run import time_steps, vocab_size_of
 from workhorse.train.loop import StopSignals
@@ -208,7 +209,7 @@ def seconds_of_step(recipe: Recipe, vocabulary: int) -> float:
     """
     device = resolve_device(recipe.train.device)
     config = recipe.decoder_config(vocabulary)
-    return time_steps(recipe.train, config, device, recipe.parallel)
+    return time_steps(PlannedStep.of_recipe(recipe, config, device))
 
 
 class _Run:

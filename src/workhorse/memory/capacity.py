@@ -6,11 +6,10 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, Unpack
+from typing import NamedTuple
 
 import torch
 
-from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.stored import StoredModel, WeightSize, bytes_on_disk, weights_on_disk
 from workhorse.devices.memory import available, check_fits, free_memory, size
@@ -18,7 +17,7 @@ from workhorse.devices.names import dtype_name, training_dtype
 from workhorse.devices.tape import without_data
 from workhorse.errors import WorkhorseError
 from workhorse.memory.device_memory import device_memory
-from workhorse.memory.step_memory import StepOptions
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.models.describe import count_parameters, flops_per_token
 from workhorse.native import resolve
 from workhorse.nn import DecoderConfig
@@ -27,11 +26,7 @@ from workhorse.nn.cache.paged_view import PagedView
 from workhorse.nn.convolution import ShortConvolution
 from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import round_weights
-from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.processes import environment
-
-if TYPE_CHECKING:
-    from workhorse.train.recipe.training import TrainConfig
 
 
 class LayerCache(NamedTuple):
@@ -139,56 +134,41 @@ LONG = 2e14
 check then adds less than 1 % to the run's time."""
 
 
-def check_training(
-    config: DecoderConfig,
-    train: "TrainConfig",
-    device: torch.device,
-    *,
-    parallel: ParallelismConfig = UNDIVIDED,
-    **options: Unpack[StepOptions],
-) -> None:
+def check_training(step: PlannedStep) -> None:
     """Raise an error if training does not fit into memory.
 
     The memory of weights, gradients and optimizer state is always checked. On a CPU the peak of a
     whole step is checked too, because the operating system kills a process that runs out of memory.
     Short runs skip this check, because it takes time. On a GPU, CUDA reports out-of-memory errors.
-
-    The arguments are the same as in `device_memory`. Each rank on this machine needs the same
-    memory.
+    Each rank on this machine needs the same memory.
 
     Raises:
         WorkhorseError: training does not fit.
     """
-    check_held(config, train, device, parallel, adapter=options.get("adapter"))
-    decoder = config.build(train.kernel, device="meta")
+    check_held(step)
+    train = step.train
+    decoder = step.config.build(train.kernel, device="meta")
     operations = train.tokens_per_step * flops_per_token(decoder, train.seq_len)
     is_long = train.steps is None or train.steps * operations >= LONG
-    if device.type == "cpu" and is_long:
-        rows = train.micro_batches(parallel).size
+    if step.device.type == "cpu" and is_long:
+        rows = train.micro_batches(step.parallel).size
         what = f"a micro-batch of {rows:,} sequences of {train.seq_len:,} tokens"
         remedy = "set train.micro_batch_size=auto, or run workhorse plan for suggestions"
-        needed = step_bytes(config, train, device, parallel=parallel, **options)
-        _check(needed, device, what, remedy)
+        _check(step_bytes(step), step.device, what, remedy)
 
 
-def check_held(
-    config: DecoderConfig,
-    train: "TrainConfig",
-    device: torch.device,
-    parallel: ParallelismConfig = UNDIVIDED,
-    *,
-    adapter: AdapterConfig | None = None,
-) -> None:
+def check_held(step: PlannedStep) -> None:
     """Raise an error if weights, gradients and optimizer state already exceed the memory.
 
     Raises:
         WorkhorseError: weights, gradients and optimizer state do not fit.
     """
-    dtype = training_dtype(train.dtype, device)
-    if adapter is None:
+    config, train, parallel = step.config, step.train, step.parallel
+    dtype = training_dtype(train.dtype, step.device)
+    if step.adapter is None:
         decoder = config.build(train.kernel, device="meta")
     else:
-        decoder = adapter.trainable(config, train.kernel, torch.device("meta"), dtype)
+        decoder = step.adapter.trainable(config, train.kernel, torch.device("meta"), dtype)
     low_bits = round_weights(decoder) if dtype == torch.bfloat16 else {}
     optimizer = build_optimizer(decoder, train.optimizer, low_bits)
     learning = [weight for weight in decoder.parameters() if weight.requires_grad]
@@ -197,7 +177,7 @@ def check_held(
     what = "the model with its gradients and optimizer state"
     ways = max(parallel.weight_parts, parallel.expert) * parallel.tensor * parallel.pipeline
     needed = sum(tensor.nbytes for tensor in held) // ways
-    _check(needed, device, what, "use a smaller model or a device with more memory")
+    _check(needed, step.device, what, "use a smaller model or a device with more memory")
 
 
 def _check(n_bytes: int, device: torch.device, what: str, remedy: str) -> None:
@@ -214,38 +194,30 @@ MARGIN, SCATTERED = 0.1, 0.3
 fragmentation. `SCATTERED` applies to a CPU with the C library's heap, which fragments more."""
 
 
-def fit_micro_batch(
-    config: DecoderConfig,
-    train: "TrainConfig",
-    device: torch.device,
-    *,
-    parallel: ParallelismConfig = UNDIVIDED,
-    **options: Unpack[StepOptions],
-) -> "TrainConfig":
+def fit_micro_batch(step: PlannedStep) -> PlannedStep:
     """Replace `micro_batch_size: auto` by the largest size that fits into the free memory.
 
-    Settings with another `micro_batch_size` are returned unchanged. No step is executed: the memory
-    that a size needs is determined by recording a step on tensors without data.
-
-    The arguments are the same as in `device_memory`. Ranks on this machine share its memory.
+    A step with another `micro_batch_size` is returned unchanged. No step is executed: the memory
+    that a size needs is determined by recording a step on tensors without data. Ranks on this
+    machine share its memory.
 
     Raises:
         WorkhorseError: not even one row fits, or free memory is not known on this device.
     """
+    train, device = step.train, step.device
     if train.micro_batch_size != "auto":
-        return train
+        return step
     check_fitting(device)
     free = available(device) if device.type == "cuda" else free_memory()
     assert free is not None  # `check_fitting` raised otherwise
     if device.type == "cpu":
-        free //= environment.count_here(parallel.processes)
+        free //= environment.count_here(step.parallel.processes)
 
     @cache
     def needed(rows: int) -> int:
-        tried = train.replace(micro_batch_size=rows)
-        return step_bytes(config, tried, device, parallel=parallel, **options)
+        return step_bytes(step.with_train(micro_batch_size=rows))
 
-    most = parallel.micro_batches(train.batch_size).size
+    most = step.parallel.micro_batches(train.batch_size).size
     together = train.objective.rows_together
     rows = largest_share(needed, usable(free, device), most, together)
     if not rows:
@@ -254,7 +226,7 @@ def fit_micro_batch(
             f"{size(usable(free, device))} of the {size(free)} free on {device.type}; reduce "
             "train.seq_len, set train.activation_checkpointing=true, or use a smaller model"
         )
-    return train.replace(micro_batch_size=rows)
+    return step.with_train(micro_batch_size=rows)
 
 
 def usable(free: int, device: torch.device) -> int:
@@ -277,30 +249,20 @@ def check_fitting(device: torch.device) -> None:
         )
 
 
-def step_bytes(
-    config: DecoderConfig,
-    train: "TrainConfig",
-    device: torch.device,
-    *,
-    parallel: ParallelismConfig = UNDIVIDED,
-    **options: Unpack[StepOptions],
-) -> int:
-    """Peak memory of a step on one rank in bytes, including the copies of float16 autocast.
-
-    The arguments are the same as in `device_memory`.
-    """
-    found = device_memory(config, recordable(train, device), device, parallel, **options)
-    copies = 2 * count_parameters(config)["total"] if train.dtype == "float16" else 0
-    return found.total + copies
+def step_bytes(step: PlannedStep) -> int:
+    """Peak memory of a step on one rank in bytes, including the copies of float16 autocast."""
+    half = step.train.dtype == "float16"
+    copies = 2 * count_parameters(step.config)["total"] if half else 0
+    return device_memory(recordable(step)).total + copies
 
 
-def recordable(train: "TrainConfig", device: torch.device) -> "TrainConfig":
+def recordable(step: PlannedStep) -> PlannedStep:
     """Replace the dtype by one with which a step can be recorded: float16 becomes float32.
 
     The float16 copies of weights that autocast makes are then missing from the record.
     """
-    dtype = str(training_dtype(train.dtype, device)).removeprefix("torch.")
-    return train.replace(dtype="float32" if dtype == "float16" else dtype)
+    dtype = str(training_dtype(step.train.dtype, step.device)).removeprefix("torch.")
+    return step.with_train(dtype="float32" if dtype == "float16" else dtype)
 
 
 def largest_share(needed: Callable[[int], int], room: int, rows: int, together: int = 1) -> int:

@@ -3,21 +3,15 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
-
-import torch
+from dataclasses import dataclass, replace
+from typing import Any
 
 from workhorse.config.base import ConfigError
 from workhorse.memory.account import Moment, is_of_layer, moments_of_part, ways_of, whole_at_once
-from workhorse.memory.step_memory import Kind, Place, StepMemory, StepOptions, step_memory
+from workhorse.memory.step_memory import Kind, Place, PlannedStep, StepMemory, step_memory
 from workhorse.nn import DecoderConfig
-from workhorse.parallel.config import UNDIVIDED, ExactConfig, ParallelismConfig, share_of
+from workhorse.parallel.config import ExactConfig, ParallelismConfig, share_of
 from workhorse.parallel.division.parts import check_divisible
-
-if TYPE_CHECKING:  # avoids a circular import
-    from workhorse.train.recipe.training import TrainConfig
 
 HELD: tuple[Kind, ...] = ("weights", "low_bits", "optimizer")
 _RECORDS: dict[str, StepMemory] = {}
@@ -64,18 +58,10 @@ class DeviceMemory:
         )
 
 
-def device_memory(
-    config: DecoderConfig,
-    train: "TrainConfig",
-    device: torch.device,
-    parallel: ParallelismConfig = UNDIVIDED,
-    *,
-    updates: bool = True,
-    **options: Unpack[StepOptions],
-) -> DeviceMemory:
+def device_memory(step: PlannedStep, *, updates: bool = True) -> DeviceMemory:
     """The memory of a training step on the device that needs the most.
 
-    A step is recorded with the device's part of the model, which depends on `parallel`:
+    A step is recorded with the device's part of the model, which depends on `step.parallel`:
 
     - `data`, `shard`: the rows of the batch are divided. `shard` also divides weights and optimizer
       state; some of them are gathered temporarily (`whole_at_once`).
@@ -89,67 +75,51 @@ def device_memory(
       each layer keeps them for its backward pass.
 
     Args:
-        config: the config of the whole decoder.
-        train: the training settings of all devices; `micro_batch_size` is a number or None.
-        device: the type of device.
-        parallel: the parallelism settings.
+        step: the step; its `micro_batch_size` is a number or None.
         updates: True to also record the weight update.
-        options: see `StepOptions`.
 
     Raises:
         ConfigError: the model or its batches cannot be divided by these settings.
     """
+    config, train, parallel = step.config, step.train, step.parallel
     check_divisible(config, train.kernel, parallel)
-    if adapter := options.get("adapter"):
-        adapter.check_parallel(parallel)
+    if step.adapter is not None:
+        step.adapter.check_parallel(parallel)
     try:
         parallel.check_batch(train.batch_size, train.seq_len)
     except ConfigError as error:
         raise error.below("parallel") from None
     own = train.micro_batches(parallel)
     if parallel.is_exact:
-        recorded = train.replace(batch_size=own.rows * own.parts)
-        divided = ParallelismConfig(reduction=ExactConfig(logical_shards=own.parts))
+        exact = ParallelismConfig(reduction=ExactConfig(logical_shards=own.parts))
+        recorded = replace(step, parallel=exact).with_train(batch_size=own.rows * own.parts)
     else:
-        recorded = _as_recorded(train.replace(batch_size=own.rows, micro_batch_size=own.size))
-        divided = parallel
-    record = partial(_recorded, config, recorded, device, updates=updates, **options)
+        recorded = _as_recorded(step.with_train(batch_size=own.rows, micro_batch_size=own.size))
     found = [
-        _of_stage(
-            record(divided, stage), parallel, stage, own.count, device.type, tied=config.head.tied
-        )
+        _of_stage(_recorded(recorded, stage, updates=updates), step, stage, own.count)
         for stage in _distinct_stages(config, parallel.pipeline)
     ]
     return max(found, key=lambda memory: memory.total)
 
 
-def peak_of_passes(
-    config: DecoderConfig,
-    train: "TrainConfig",
-    device: torch.device,
-    parallel: ParallelismConfig,
-    **options: Unpack[StepOptions],
-) -> int:
+def peak_of_passes(step: PlannedStep) -> int:
     """Peak bytes of the forward and backward passes, without the weight update.
 
     For a deep model it is extrapolated from two models with few layers, which takes less time. Both
     have the first and the last layers of the model. The bytes at each point of a step, such as the
     backward pass of the last layer but one, grow by the same amount with each further layer. Points
     in the layers between are never the peak, since their bytes rise or fall from layer to layer.
-
-    The arguments are the same as in `device_memory`.
     """
-    record = partial(device_memory, updates=False, **options)
-    adapter = options.get("adapter")
+    config, adapter = step.config, step.adapter
     period = len(config.pattern or config.blocks)
     ends = 2 * period
     few = 2 * ends + config.n_layers % period
-    alike = parallel.pipeline == 1 and (adapter is None or not adapter.names_a_layer)
+    alike = step.parallel.pipeline == 1 and (adapter is None or not adapter.names_a_layer)
     if 2 * few + period >= config.n_layers or not alike:
-        return record(config, train, device, parallel).total
+        return device_memory(step, updates=False).total
+    shallow = (replace(step, config=config.replace(n_layers=n)) for n in (few, few + period))
     fewer, larger = (
-        _peaks(record(config.replace(n_layers=n), train, device, parallel), n, ends)
-        for n in (few, few + period)
+        _peaks(device_memory(one, updates=False), one.config.n_layers, ends) for one in shallow
     )
     more = (config.n_layers - few) // period
     return max(peak + more * (larger[point] - peak) for point, peak in fewer.items())
@@ -187,15 +157,10 @@ def _distinct_stages(config: DecoderConfig, stages: int) -> list[int]:
 
 
 def _of_stage(
-    step: StepMemory,
-    parallel: ParallelismConfig,
-    stage: int,
-    micro_batches: int,
-    device_type: str,
-    *,
-    tied: bool,
+    step: StepMemory, planned: PlannedStep, stage: int, micro_batches: int
 ) -> DeviceMemory:
     """The memory of a device in a pipeline stage, from a step recorded for that stage."""
+    parallel, tied = planned.parallel, planned.config.head.tied
     shards, expert = parallel.weight_parts, parallel.expert
     held: dict[Kind, dict[Place, int]] = {
         kind: {place: -(-size // ways_of(place, shards, expert)) for place, size in sizes.items()}
@@ -212,7 +177,8 @@ def _of_stage(
     gathered = None
     if shards > 1:
         has_head = stage == parallel.pipeline - 1
-        gathered = whole_at_once(step, parallel, device_type, tied=tied, has_head=has_head)
+        kind = planned.device.type
+        gathered = whole_at_once(step, parallel, kind, tied=tied, has_head=has_head)
     return DeviceMemory(
         stage,
         held,
@@ -223,40 +189,29 @@ def _of_stage(
     )
 
 
-def _recorded(
-    config: DecoderConfig,
-    train: "TrainConfig",
-    device: torch.device,
-    parallel: ParallelismConfig,
-    stage: int,
-    *,
-    updates: bool,
-    **options: Unpack[StepOptions],
-) -> StepMemory:
+def _recorded(step: PlannedStep, stage: int, *, updates: bool) -> StepMemory:
     """The cached record of a step, shared by all ranks with the same part of the model."""
-    parallel = parallel.replace(data=1, shard=1, expert=1)
-    packed, adapter = options.get("packed", False), options.get("adapter")
-    parts = [config.to_dict(), train.to_dict(), str(device), parallel.to_dict(), stage, packed]
-    key = json.dumps([*parts, adapter and adapter.to_dict()])
+    step = replace(step, parallel=step.parallel.replace(data=1, shard=1, expert=1))
+    configs = (step.config, step.train, step.parallel, step.adapter)
+    parts = [config and config.to_dict() for config in configs]
+    key = json.dumps([*parts, str(step.device), step.packed, stage])
     found = _RECORDS.get(key)
     if found is None or (updates and found.spans[-1].phase != "update"):
-        found = _RECORDS[key] = step_memory(
-            config, train, device, updates=updates, parallel=parallel, stage=stage, **options
-        )
+        found = _RECORDS[key] = step_memory(step, updates=updates, stage=stage)
         if len(_RECORDS) > MOST_RECORDS:
             del _RECORDS[next(iter(_RECORDS))]  # the oldest
     return found if updates else found.without_update
 
 
-def _as_recorded(train: "TrainConfig") -> "TrainConfig":
+def _as_recorded(step: PlannedStep) -> PlannedStep:
     """Reduce the batch to at most two micro-batches; further ones need no additional memory.
 
     Settings that differ only in further micro-batches can then use the same cached record.
     """
-    size = train.micro_batch_size
-    if not isinstance(size, int) or size >= train.batch_size:
-        return train.replace(micro_batch_size=None)
-    return train.replace(batch_size=min(train.batch_size, 2 * size))
+    size, rows = step.train.micro_batch_size, step.train.batch_size
+    if not isinstance(size, int) or size >= rows:
+        return step.with_train(micro_batch_size=None)
+    return step.with_train(batch_size=min(rows, 2 * size))
 
 
 def _share(part: Mapping[Any, int], whole: Mapping[Any, int]) -> float:

@@ -8,17 +8,7 @@ from array import array
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Literal,
-    NamedTuple,
-    TypedDict,
-    TypeVar,
-    Unpack,
-    cast,
-    get_args,
-)
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +27,7 @@ from workhorse.parallel.division.stages import one_forward_one_backward
 from workhorse.parallel.division.teams import absent_teams
 
 if TYPE_CHECKING:
+    from workhorse.train.recipe.recipe import Recipe
     from workhorse.train.recipe.training import TrainConfig
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -116,13 +107,37 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Phase = Literal["forward", "backward", "update"]
 
 
-class StepOptions(TypedDict, total=False):
-    """Options of a recorded step."""
+@dataclass(frozen=True)
+class PlannedStep:
+    """A training step, described before anything is allocated for it.
 
-    packed: bool
-    """True if rows hold several documents, separated by a mask."""
-    adapter: AdapterConfig | None
-    """The adapter to train; None to train all weights."""
+    Attributes:
+        config: the config of the whole decoder.
+        train: the training settings of all devices.
+        device: the device; only its type matters, and this machine need not have it.
+        parallel: the parallelism settings.
+        packed: True if rows hold several documents, separated by a mask.
+        adapter: the adapter to train; None to train all weights.
+    """
+
+    config: DecoderConfig
+    train: "TrainConfig"
+    device: torch.device
+    parallel: ParallelismConfig = UNDIVIDED
+    packed: bool = False
+    adapter: AdapterConfig | None = None
+
+    @classmethod
+    def of_recipe(
+        cls, recipe: "Recipe", config: DecoderConfig, device: torch.device
+    ) -> "PlannedStep":
+        """The step of a recipe whose decoder has the given config."""
+        packed = recipe.data.packed
+        return cls(config, recipe.train, device, recipe.parallel, packed, recipe.adapter)
+
+    def with_train(self, **fields: Any) -> "PlannedStep":
+        """The step with changed fields of `train`."""
+        return replace(self, train=self.train.replace(**fields))
 
 
 class Place(NamedTuple):
@@ -178,14 +193,7 @@ class StepMemory:
 
 
 def step_memory(
-    config: DecoderConfig,
-    train: "TrainConfig",
-    device: torch.device,
-    *,
-    updates: bool = True,
-    parallel: ParallelismConfig = UNDIVIDED,
-    stage: int | None = None,
-    **options: Unpack[StepOptions],
+    planned: PlannedStep, *, updates: bool = True, stage: int | None = None
 ) -> StepMemory:
     """Record the memory of a training step on tensors without data.
 
@@ -198,18 +206,16 @@ def step_memory(
     ones, compiled layers by uncompiled ones.
 
     Args:
-        config: the config of the whole decoder.
-        train: the training settings; `micro_batch_size` is a number or None, and `dtype` is not
-            `auto` unless this machine has the device.
-        device: the device to record for; this machine need not have it.
+        planned: the step; its `micro_batch_size` is a number or None, and its `dtype` is not `auto`
+            unless this machine has the device.
         updates: True to also record the weight update, which does not depend on the batch.
-        parallel: the parallelism settings.
         stage: the pipeline stage; None for the last. If several micro-batches wait for their
             backward pass at once, only one of them is recorded.
-        options: see `StepOptions`.
     """
     from workhorse.train.step.build import build_step
 
+    config, train, device = planned.config, planned.train, planned.device
+    parallel, adapter = planned.parallel, planned.adapter
     kernel = "sdpa" if train.kernel.startswith("flex") else train.kernel
     execution = "auto" if train.execution == "compiled" else train.execution
     train = train.replace(kernel=kernel, fp8=False, execution=execution)
@@ -217,7 +223,7 @@ def step_memory(
     if not parallel.is_exact:
         own = train.micro_batches(parallel)
         rows = min(own.rows, 2 * own.size)
-    here, adapter = stand_in(device), options.get("adapter")
+    here = stand_in(device)
     with without_data(here) as tape:
         teams = absent_teams(parallel, config.vocab_size, stage)
         if adapter is None:
@@ -249,7 +255,7 @@ def step_memory(
         recorder = _Recorder(tape, step.objective, decoder)
         begin = tape.now
         tokens = torch.zeros(rows, train.seq_len, dtype=torch.int64, device=here)
-        batch = train.objective.synthetic(tokens, tokens if options.get("packed") else None)
+        batch = train.objective.synthetic(tokens, tokens if planned.packed else None)
         loss, count = step.backward(batch)
         tape.mark(optimizer.masters.sums.values(), "sums")
         if updates:

@@ -4,8 +4,9 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +15,7 @@ from workhorse.devices.tape import stand_in, without_data
 from workhorse.errors import WorkhorseError
 from workhorse.memory.capacity import cache_bytes, cache_of_layers
 from workhorse.memory.device_memory import device_memory, peak_of_passes
-from workhorse.memory.step_memory import StepOptions
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.models.describe import flops_per_token, recomputed_flops
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.facts import linear_layers
@@ -137,33 +138,19 @@ class Limits(NamedTuple):
     replica fits; None if no tried mesh fits."""
 
 
-def limits(
-    config: DecoderConfig,
-    train: TrainConfig,
-    device: torch.device,
-    mesh: ParallelismConfig,
-    room: int,
-    **options: Unpack[StepOptions],
-) -> Limits:
-    """Find the largest training steps that fit into `room` bytes per device.
-
-    Args:
-        config: the decoder's config.
-        train: the training settings.
-        device: the device; only its type matters.
-        mesh: the parallelism settings for `micro_batch_size` and `seq_len` of the result.
-        room: memory per device in bytes.
-        options: see `StepOptions`.
-    """
-    update = device_memory(config, train, device, mesh, **options).update
+def limits(step: PlannedStep, room: int) -> Limits:
+    """Find the largest training steps that fit into `room` bytes per device."""
+    config, train, mesh = step.config, step.train, step.parallel
+    update = device_memory(step).update
 
     def needed(rows: int, length: int) -> int:
         batch = rows * mesh.parts * mesh.pipeline  # enough micro-batches to fill the first stage
         if train.batch_size > batch:  # several micro-batches, whose gradients need memory for sums
             batch *= 2
-        changed = train.replace(batch_size=batch, micro_batch_size=rows, seq_len=length)
         longer = config.replace(max_seq_len=max(config.max_seq_len, length))
-        return max(update, peak_of_passes(longer, changed, device, mesh, **options))
+        tried = replace(step, config=longer)
+        tried = tried.with_train(batch_size=batch, micro_batch_size=rows, seq_len=length)
+        return max(update, peak_of_passes(tried))
 
     rows = length = 0
     if update <= room:
@@ -172,7 +159,7 @@ def limits(
         rows = largest(lambda rows: needed(rows, tokens), room, 1, most, exact=True)
         most = max(tokens, MOST_TOKENS)
         length = largest(lambda length: needed(1, length), room, tokens, most)
-    return Limits(rows, length, smallest_mesh(config, train, device, room, **options))
+    return Limits(rows, length, smallest_mesh(step, room))
 
 
 def largest(
@@ -236,13 +223,7 @@ def _expected(known: dict[int, int], room: int, low: int, high: int) -> int:
     return max(low, low + bisect_right(range(low, high + 1), room, key=expected) - 1)
 
 
-def smallest_mesh(
-    config: DecoderConfig,
-    train: TrainConfig,
-    device: torch.device,
-    room: int,
-    **options: Unpack[StepOptions],
-) -> ParallelismConfig | None:
+def smallest_mesh(step: PlannedStep, room: int) -> ParallelismConfig | None:
     """The mesh with the fewest devices on which a step with one row per replica fits, or None.
 
     The tried numbers of devices are powers of two, divided into `shard` and `tensor` ranks. More
@@ -256,12 +237,12 @@ def smallest_mesh(
         mesh = ParallelismConfig(shard=devices // tensor, tensor=tensor)
         if held > room * devices:
             continue
-        changed = train.replace(batch_size=mesh.replicas, micro_batch_size=1)
-        step = (config, changed, device, mesh)
+        tried = replace(step, parallel=mesh)
+        tried = tried.with_train(batch_size=mesh.replicas, micro_batch_size=1)
         try:
-            if devices > 1 and peak_of_passes(*step, **options) > room:
+            if devices > 1 and peak_of_passes(tried) > room:
                 continue
-            found = device_memory(*step, **options)
+            found = device_memory(tried)
         except ConfigError:
             continue  # the model cannot be divided by this mesh
         if found.total <= room:
@@ -290,24 +271,18 @@ class Remedy(NamedTuple):
     """True if the step fits after the change."""
 
 
-def remedies(
-    config: DecoderConfig,
-    train: TrainConfig,
-    device: torch.device,
-    mesh: ParallelismConfig,
-    room: int,
-    **options: Unpack[StepOptions],
-) -> list[Remedy]:
+def remedies(step: PlannedStep, room: int) -> list[Remedy]:
     """Up to three changes of settings that save memory, those with the least side effects first.
 
     If none of them makes the step fit, the next change that does is added. If no change does, a
     combination of changes that does is added. The arguments are the same as in `limits`.
     """
-    now = device_memory(config, train, device, mesh, **options)
+    train, mesh = step.train, step.parallel
+    now = device_memory(step)
     before = now.total
     found: dict[str, tuple[Remedy, Change]] = {}
-    decoder = config.build(device="meta")
-    once = flops_per_token(decoder, train.seq_len, frozen=options.get("adapter") is not None)
+    decoder = step.config.build(device="meta")
+    once = flops_per_token(decoder, train.seq_len, frozen=step.adapter is not None)
     share = recomputed_flops(decoder, train.seq_len) / once
     for change in _changes(train, mesh, f"{share:.0%} more arithmetic"):
         setting, cost, fields, wider = change
@@ -316,12 +291,12 @@ def remedies(
             continue
         try:
             # The memory of the optimizer's update depends only on mesh, dtype and optimizer.
-            changed = train.replace(**fields)
-            step = (config, changed, device, wider)
-            if (wider, changed.dtype, changed.optimizer) == (mesh, train.dtype, train.optimizer):
-                after = max(now.update, peak_of_passes(*step, **options))
+            tried = replace(step, parallel=wider).with_train(**fields)
+            new = tried.train
+            if (wider, new.dtype, new.optimizer) == (mesh, train.dtype, train.optimizer):
+                after = max(now.update, peak_of_passes(tried))
             else:
-                after = device_memory(*step, **options).total
+                after = device_memory(tried).total
         except ConfigError:
             continue
         if before - after >= WORTHWHILE * before:
@@ -334,7 +309,7 @@ def remedies(
     for _, (setting, cost, fields, wider) in found.values():
         settings, costs, combined = [*settings, setting], [*costs, cost], combined | fields
         widest = widest if wider == mesh else wider
-        after = device_memory(config, train.replace(**combined), device, widest, **options).total
+        after = device_memory(replace(step, parallel=widest).with_train(**combined)).total
         if after <= room:
             return [*named, Remedy(" ".join(settings), "; ".join(costs), before - after, True)]
     return named

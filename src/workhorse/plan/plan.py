@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.memory.account import account
 from workhorse.memory.capacity import largest_share, usable
 from workhorse.memory.device_memory import DeviceMemory, device_memory
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.models.describe import (
     active_parameters,
     count_parameters,
@@ -26,7 +27,7 @@ from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.devices import GIGA, DeviceConfig, find_device
 from workhorse.plan.limits import limits, remedies, serving
 from workhorse.plan.step_time import simulated_step
-from workhorse.plan.subject import Subject, find_subject, optima
+from workhorse.plan.subject import find_subject, has_end, optima
 from workhorse.train.minutes import remark, steps_within, with_steps
 from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.step.build import measured_peak
@@ -105,38 +106,36 @@ def plan(
         raise WorkhorseError(f"--budget {budget:g} has no effect on an adapter; remove it")
     spec = None if device is None else find_device(device)
     target = torch.device("cuda") if spec else resolve_device(subject.train.device)
-    train = _for_device(subject.train, target, spec)
+    step = subject.step(_for_device(subject.train, target, spec), target)
     room = _room(memory, target, spec)
-    config, mesh = subject.config, subject.mesh
+    config, mesh, adapter = step.config, step.parallel, step.adapter
     if context is not None and context > config.max_seq_len:
         raise WorkhorseError(
             f"--context {context} is more than the model's max_seq_len={config.max_seq_len}; "
             f"set model.max_seq_len={context}, or choose at most {config.max_seq_len}"
         )
-    peak = _peak(train, target, spec, measure)
-    if train.minutes is not None and peak is None:
+    peak = _peak(step, spec, measure)
+    if step.train.minutes is not None and peak is None:
         raise WorkhorseError(
-            f"train.minutes={train.minutes:g} needs a time estimate, which is not available for "
-            "this machine; add --measure or --device NAME"
+            f"train.minutes={step.train.minutes:g} needs a time estimate, which is not available "
+            "for this machine; add --measure or --device NAME"
         )
     show("recording a training step")
-    train = _with_micro_batch(subject, train, target, room)
-    reach = partial(_time, subject, peak=peak, spec=spec, utilization=utilization)
-    train = _with_steps(subject, train, reach, notify=notify)
-    fullest = _memory_of(subject, train, target)
+    step = _with_micro_batch(step, room)
+    reach = partial(_time, peak=peak, spec=spec, utilization=utilization)
+    step = _with_steps(step, reach, notify=notify)
+    train, ends = step.train, has_end(step.train)
+    fullest = device_memory(step)
     show("searching for the largest step that fits")
-    step, options = (config, train, target, mesh), subject.options
-    most = None if room is None else limits(*step, room, **options)
+    most = None if room is None else limits(step, room)
     show("comparing remedies")
-    found = []
-    if room is not None and fullest.total > room:
-        found = remedies(*step, room, **options)
+    found = remedies(step, room) if room is not None and fullest.total > room else []
     show("computing the memory of serving")
-    flops = _flops(subject, train)
+    flops = _flops(step)
     work = budget or flops["training"]
     optimal = {"flops": work, "laws": [law._asdict() for law in optima(work)]}
     trained = {}
-    if (adapter := subject.adapter) is not None:
+    if adapter is not None:
         decoder = adapter.adapt(config.build(device="meta"), seed=0)
         trained["trained"] = trained_parameters(decoder)
     return {
@@ -144,7 +143,7 @@ def plan(
         "kind": subject.kind,
         "assumed": list(subject.assumed),
         "config": config.to_dict(),
-        "train": {**train.to_dict(), "steps": train.steps if subject.ends else None},
+        "train": {**train.to_dict(), "steps": train.steps if ends else None},
         "parameters": {**count_parameters(config), "active": active_parameters(config), **trained},
         "flops": flops,
         "device": {"name": f"{HERE} ({target})"} if spec is None else spec.to_dict(),
@@ -158,8 +157,8 @@ def plan(
         "moments": _moments(fullest),
         "remedies": [remedy._asdict() for remedy in found],
         "limits": most and {**most._asdict(), "mesh": most.mesh and _ways(most.mesh)},
-        "time": reach(train, flops, price=price),
-        "compute_optimal": optimal if budget or (adapter is None and subject.ends) else None,
+        "time": reach(step, flops, price=price),
+        "compute_optimal": optimal if budget or (adapter is None and ends) else None,
         "serving": serving(
             config,
             target,
@@ -243,16 +242,10 @@ def _room(memory: float | None, device: torch.device, spec: DeviceConfig | None)
     return available(device) if spec is None else int(spec.memory * GIGA)
 
 
-def _memory_of(subject: Subject, train: TrainConfig, device: torch.device) -> DeviceMemory:
-    return device_memory(subject.config, train, device, subject.mesh, **subject.options)
-
-
-def _with_micro_batch(
-    subject: Subject, train: TrainConfig, device: torch.device, room: int | None
-) -> TrainConfig:
+def _with_micro_batch(step: PlannedStep, room: int | None) -> PlannedStep:
     """Replace `micro_batch_size: auto` by the size that training would choose, at least 1."""
-    if train.micro_batch_size != "auto":
-        return train
+    if step.train.micro_batch_size != "auto":
+        return step
     if room is None:
         raise WorkhorseError(
             "micro_batch_size=auto needs the memory of the device, which is unknown; give a number "
@@ -260,46 +253,45 @@ def _with_micro_batch(
         )
 
     def needed(rows: int) -> int:
-        fixed = train.replace(micro_batch_size=rows)
-        return _memory_of(subject, fixed, device).total
+        return device_memory(step.with_train(micro_batch_size=rows)).total
 
-    most = subject.mesh.micro_batches(train.batch_size).size
-    together = train.objective.rows_together
-    rows = largest_share(needed, usable(room, device), most, together)
-    return train.replace(micro_batch_size=max(1, rows))
+    most = step.parallel.micro_batches(step.train.batch_size).size
+    together = step.train.objective.rows_together
+    rows = largest_share(needed, usable(room, step.device), most, together)
+    return step.with_train(micro_batch_size=max(1, rows))
 
 
 def _with_steps(
-    subject: Subject,
-    train: TrainConfig,
+    step: PlannedStep,
     reach: Callable[..., dict[str, Any] | None],
     *,
     notify: Callable[[str], object],
-) -> TrainConfig:
+) -> PlannedStep:
     """Replace `train.minutes` by the estimated number of steps that fit into this time."""
+    train = step.train
     if train.minutes is None:
-        return train
-    one = with_steps(train, 1)
-    time = reach(one, _flops(subject, one))
+        return step
+    one = replace(step, train=with_steps(train, 1))
+    time = reach(one, _flops(one))
     assert time is not None, "the peak is known"
     seconds = time["seconds"]
     found = with_steps(train, steps_within(train, 60 * train.minutes, seconds))
     notify(remark(train, found, seconds))
-    return found
+    return replace(step, train=found)
 
 
-def _flops(subject: Subject, train: TrainConfig) -> dict[str, Any]:
+def _flops(step: PlannedStep) -> dict[str, Any]:
     """FLOPs per token, by component and in total, and FLOPs of the whole training.
 
     FLOPs repeated by activation checkpointing are only in `repeated_per_token`.
     """
-    decoder = subject.config.build(device="meta")
+    train, decoder = step.train, step.config.build(device="meta")
     forward = forward_flops(decoder, train.seq_len)
-    each = flops_per_token(decoder, train.seq_len, frozen=subject.adapter is not None)
+    each = flops_per_token(decoder, train.seq_len, frozen=step.adapter is not None)
     once = sum(forward.values())
     repeats = train.activation_checkpointing
     repeated = recomputed_flops(decoder, train.seq_len) if repeats else 0
-    tokens = train.length * train.tokens_per_step if subject.ends else MILLION
+    tokens = train.length * train.tokens_per_step if has_end(train) else MILLION
     return {
         "forward": forward,
         "forward_per_token": once,
@@ -311,17 +303,16 @@ def _flops(subject: Subject, train: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _peak(
-    train: TrainConfig, device: torch.device, spec: DeviceConfig | None, measure: bool
-) -> tuple[float, str] | None:
+def _peak(step: PlannedStep, spec: DeviceConfig | None, measure: bool) -> tuple[float, str] | None:
     """The device's peak FLOP/s and a description of that figure; None if it is unknown."""
+    train = step.train
     dtype = getattr(torch, train.dtype)
     if spec is not None:
         tf32 = train.matmul_precision == "high"
         return spec.peak(dtype, tf32=tf32), f"{spec.name}, {train.dtype}, {spec.source}"
     if not measure:
         return None
-    return measured_peak(train, device), f"fastest matmul in {train.dtype}, measured here"
+    return measured_peak(train, step.device), f"fastest matmul in {train.dtype}, measured here"
 
 
 def _ways(mesh: ParallelismConfig) -> dict[str, int]:
@@ -343,8 +334,7 @@ def _moments(memory: DeviceMemory) -> list[dict[str, Any]]:
 
 
 def _time(
-    subject: Subject,
-    train: TrainConfig,
+    step: PlannedStep,
     flops: dict[str, Any],
     *,
     peak: tuple[float, str] | None,
@@ -355,11 +345,11 @@ def _time(
     """Time and cost of `flops["tokens"]`; the utilization counts recomputed operations too."""
     if peak is None:
         return None
-    (rate, of), devices = peak, subject.mesh.processes
-    step, each = None, flops["per_token"] + flops["repeated_per_token"]
+    (rate, of), devices, train = peak, step.parallel.processes, step.train
+    simulated, each = None, flops["per_token"] + flops["repeated_per_token"]
     if utilization is None and spec is not None and spec.links is not None:
-        step = simulated_step(subject.config, train, subject.mesh, spec, **subject.options)
-        utilization = each * train.tokens_per_step / (step.seconds * rate * devices)
+        simulated = simulated_step(step, spec)
+        utilization = each * train.tokens_per_step / (simulated.seconds * rate * devices)
     utilization = utilization or UTILIZATION
     seconds = each * flops["tokens"] / (rate * utilization * devices)
     hours = seconds * devices / HOUR
@@ -370,8 +360,8 @@ def _time(
         "peak_flops": rate,
         "peak_of": of,
         "utilization": utilization,
-        "steps": train.steps if subject.ends else None,
-        "step": step and asdict(step),
+        "steps": train.steps if has_end(train) else None,
+        "step": simulated and asdict(simulated),
         "failures": failures(train, seconds, devices),
     }
 

@@ -10,20 +10,16 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from typing import Unpack
 
 import torch
 
-from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.memory.account import is_of_layer
 from workhorse.memory.device_memory import DeviceMemory, device_memory
-from workhorse.memory.step_memory import StepOptions
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.models.describe import SCORES, components_of, forward_flops
-from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig, share_of
 from workhorse.parallel.division.stages import Turn, one_forward_one_backward
 from workhorse.plan.devices import Cluster, DeviceConfig, Ring, cluster_of
-from workhorse.train.recipe.training import TrainConfig
 from workhorse.transforms.adapters import trained_parameters
 
 FORWARD_PASSES, BACKWARD_PASSES = 2, 4
@@ -91,54 +87,33 @@ class StepTime:
         return sum(vars(self).values())
 
 
-def simulated_step(
-    config: DecoderConfig,
-    train: TrainConfig,
-    parallel: ParallelismConfig,
-    device: DeviceConfig,
-    **options: Unpack[StepOptions],
-) -> StepTime:
+def simulated_step(step: PlannedStep, device: DeviceConfig) -> StepTime:
     """Simulate the time of a training step on devices with known links.
 
     The size of saved activations is recorded on a model with one period of the layer pattern.
 
     Args:
-        config: the config of the whole decoder.
-        train: the training settings; `micro_batch_size` must not be `auto`.
-        parallel: the parallelism settings.
+        step: the step on a GPU; its `micro_batch_size` must not be `auto`.
         device: the type of all devices; its `links` must be known.
-        options: see `StepOptions`.
     """
+    config, parallel = step.config, step.parallel
     period = len(config.pattern or config.blocks)
-    rows = train.micro_batches(parallel).size
-    recorded = ParallelismConfig(context=parallel.context, tensor=parallel.tensor)
-    memory = device_memory(
-        config.replace(n_layers=period, pattern=config.pattern[:period]),
-        train.replace(batch_size=rows, micro_batch_size=None, activation_checkpointing=False),
-        torch.device("cuda"),
-        recorded,
-        updates=False,
-        **options,
-    )
-    cluster, adapter = cluster_of(device, train), options.get("adapter")
-    return step_time(config, train, parallel, cluster, memory, adapter=adapter)
+    rows = step.train.micro_batches(parallel).size
+    recorded = replace(
+        step,
+        config=config.replace(n_layers=period, pattern=config.pattern[:period]),
+        parallel=ParallelismConfig(context=parallel.context, tensor=parallel.tensor),
+    ).with_train(batch_size=rows, micro_batch_size=None, activation_checkpointing=False)
+    return step_time(step, cluster_of(device, step.train), device_memory(recorded, updates=False))
 
 
-def step_time(
-    config: DecoderConfig,
-    train: TrainConfig,
-    parallel: ParallelismConfig,
-    cluster: Cluster,
-    memory: DeviceMemory,
-    *,
-    adapter: AdapterConfig | None = None,
-) -> StepTime:
+def step_time(step: PlannedStep, cluster: Cluster, memory: DeviceMemory) -> StepTime:
     """Simulate the time of a training step on a cluster, as in `simulated_step`.
 
     Only the sizes of the activations in `memory` are used, which are without checkpointing.
     """
-    work = _Work(config, train, parallel, cluster, memory, adapter=adapter)
-    stages = [work.of_stage(stage) for stage in range(parallel.pipeline)]
+    work = _Work(step, cluster, memory)
+    stages = [work.of_stage(stage) for stage in range(step.parallel.pipeline)]
     count = work.micro_batches
     seconds = partial(Pass.seconds, aside=cluster.sends_aside)
     of_pass = [(seconds(forward), seconds(backward)) for forward, backward in stages]
@@ -205,16 +180,8 @@ class _Work:
     attributes are numbers of tokens, FLOPs, bytes or weights.
     """
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        train: TrainConfig,
-        parallel: ParallelismConfig,
-        cluster: Cluster,
-        memory: DeviceMemory,
-        *,
-        adapter: AdapterConfig | None,
-    ) -> None:
+    def __init__(self, step: PlannedStep, cluster: Cluster, memory: DeviceMemory) -> None:
+        config, train, parallel = step.config, step.train, step.parallel
         self.config, self.train, self.parallel = config, train, parallel
         self.cluster = cluster
         self.item = getattr(torch, train.dtype).itemsize
@@ -239,7 +206,7 @@ class _Work:
         self.head_flops = per_token.get("head", 0)
         layers = sum(per_token.values()) - self.head_flops
         self.layer_flops = layers / config.n_layers
-        self.gradients = 2 if adapter is None else 1
+        self.gradients = 2 if step.adapter is None else 1
         """Gradients of each matmul with a weight: of its input, and of the weight if trained."""
         scores = per_token.get(SCORES, 0)  # no weights: both inputs have a gradient
         self.layer_backward = (self.gradients * (layers - scores) + 2 * scores) / config.n_layers
@@ -254,7 +221,9 @@ class _Work:
         them."""
         self.layer_experts = numbers["experts"] / config.n_layers / parallel.expert
         self.outside_weights = numbers["outside"]
-        self.trained = None if adapter is None else trained_parameters(adapter.adapt(whole, seed=0))
+        self.trained = None
+        if step.adapter is not None:
+            self.trained = trained_parameters(step.adapter.adapt(whole, seed=0))
 
     @property
     def transfer(self) -> float:

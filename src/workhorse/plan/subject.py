@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from workhorse.checkpoints import RunDirectory
 from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.checkpoints.stored import is_stored, no_such_model, open_stored
 from workhorse.config.base import ConfigError
 from workhorse.config.dial import is_on_dial, read_recipe
 from workhorse.config.overrides import apply_overrides
-from workhorse.memory.step_memory import StepOptions
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.models import find_preset, preset_names
 from workhorse.models.describe import FLOPS_PER_PARAMETER, count_parameters
 from workhorse.nn import DecoderConfig
@@ -124,7 +126,8 @@ class Subject:
         config: the decoder's config.
         train: the training settings.
         mesh: the parallelism settings.
-        options: the options of `device_memory`, `limits` and `remedies`.
+        packed: True if rows hold several documents, separated by a mask.
+        adapter: the adapter to train; None to train all weights.
         assumed: settings that the user did not give and that got a default, as `section.key=value`.
     """
 
@@ -133,18 +136,18 @@ class Subject:
     config: DecoderConfig
     train: TrainConfig
     mesh: ParallelismConfig
-    options: StepOptions
+    packed: bool
+    adapter: AdapterConfig | None
     assumed: tuple[str, ...] = ()
 
-    @property
-    def adapter(self) -> AdapterConfig | None:
-        """The adapter to train; None to train all weights."""
-        return self.options.get("adapter")
+    def step(self, train: TrainConfig, device: torch.device) -> PlannedStep:
+        """The step with the given training settings on a device."""
+        return PlannedStep(self.config, train, device, self.mesh, self.packed, self.adapter)
 
-    @property
-    def ends(self) -> bool:
-        """False if nothing determines the number of steps; `train.steps` then has no meaning."""
-        return self.train.steps != MOST_STEPS
+
+def has_end(train: TrainConfig) -> bool:
+    """False if nothing determines the number of steps; `train.steps` then has no meaning."""
+    return train.steps != MOST_STEPS
 
 
 def find_subject(
@@ -191,7 +194,8 @@ def find_subject(
         recipe.decoder_config(vocab_size),
         recipe.train,
         _mesh(of_mesh, recipe.parallel, devices, whole=recipe.adapter is not None),
-        {"packed": recipe.data.packed, "adapter": recipe.adapter},
+        recipe.data.packed,
+        recipe.adapter,
         tuple(assumed),
     )
 

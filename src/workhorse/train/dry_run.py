@@ -3,35 +3,32 @@
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from workhorse.checkpoints import RunDirectory
-from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.data import iterate_documents
 from workhorse.devices.memory import available
 from workhorse.devices.names import training_dtype, use_threads
 from workhorse.memory.account import account
 from workhorse.memory.capacity import fit_micro_batch, recordable
 from workhorse.memory.device_memory import device_memory
-from workhorse.memory.step_memory import StepOptions
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.models.describe import (
     active_parameters,
     exports_as,
     flops_per_token,
     recomputed_flops,
 )
-from workhorse.nn import DecoderConfig
 from workhorse.optim.groups import parameters_by_role
-from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.processes import environment
 from workhorse.tokenizers import train_tokenizer
 from workhorse.train.check import check_length, check_recipe, recipe_warnings
 from workhorse.train.minutes import as_begun, steps_within, timed, with_steps
 from workhorse.train.recipe.recipe import Recipe
-from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.run import check_run, reason_not_free
 from workhorse.train.step.build import build_step, measured_peak
 from workhorse.transforms.adapters import trained_parameters
@@ -90,11 +87,10 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     trained = {}
     if adapter is not None:
         trained["trained"] = trained_parameters(adapter.adapt(decoder, seed=0))
-    options: StepOptions = {"packed": recipe.data.packed, "adapter": adapter}
     parallel = recipe.parallel
-    config = fit_micro_batch(decoder_config, config, device, parallel=parallel, **options)
-    recorded = recordable(config, device)
-    own = device_memory(decoder_config, recorded, device, parallel, **options)
+    step = PlannedStep.of_recipe(recipe, decoder_config, device)
+    step = fit_micro_batch(replace(step, train=config))
+    config, own = step.train, device_memory(recordable(step))
     free = available(device)
     if free is not None and device.type == "cpu":
         free //= environment.count_here(parallel.processes)
@@ -102,7 +98,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     work = (flops + repeated) * config.tokens_per_step
     seconds, source = work / measured_peak(config, device), MATRIX_PRODUCT
     if own.total <= TIMED_BYTES and memory["fits"] is not False and seconds <= TIMED_SECONDS:
-        seconds = time_steps(config, decoder_config, device, parallel, adapter=adapter)
+        seconds = time_steps(step)
         source = "steps"
     if config.minutes is not None:
         left = 60 * config.minutes - timed(config)
@@ -136,29 +132,24 @@ def vocab_size_of(recipe: Recipe) -> int:
     return train_tokenizer(recipe.tokenizer, iterate_documents(recipe.data)).vocab_size
 
 
-def time_steps(
-    train: TrainConfig,
-    config: DecoderConfig,
-    device: torch.device,
-    parallel: ParallelismConfig = UNDIVIDED,
-    *,
-    adapter: AdapterConfig | None = None,
-) -> float:
+def time_steps(planned: PlannedStep) -> float:
     """Time a few training steps on random tokens and return the seconds of the fastest.
 
     The first step does not count. This process computes whole steps, even if `parallel` asks for
     several processes.
     """
-    train = fit_micro_batch(config, train, device, parallel=parallel, adapter=adapter)
+    planned = fit_micro_batch(planned)
+    config, train, device = planned.config, planned.train, planned.device
     tokens = torch.randint(config.vocab_size, (train.batch_size, train.seq_len))
     batch = train.objective.synthetic(tokens)
     times = []
-    if adapter is None:
+    if planned.adapter is None:
         decoder = config.build(train.kernel, device=device)
     else:
         dtype = training_dtype(train.dtype, device)
-        decoder = adapter.trainable(config, train.kernel, device, dtype, config.draw(device))
-    step = build_step(decoder, train, device, parallel=parallel)
+        draw = config.draw(device)
+        decoder = planned.adapter.trainable(config, train.kernel, device, dtype, draw)
+    step = build_step(decoder, train, device, parallel=planned.parallel)
     for _ in range(1 + TIMED_STEPS):
         start = time.perf_counter()
         step.update(*step.backward(batch), schedule=1.0)

@@ -1,7 +1,7 @@
 """The model of a run with its initial weights, and the step that trains it."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -21,7 +21,7 @@ from workhorse.checkpoints.adapted import AdapterConfig, Base, copy_adapter, ope
 from workhorse.checkpoints.stored import open_stored
 from workhorse.devices.names import training_dtype
 from workhorse.memory.capacity import check_training, fit_micro_batch
-from workhorse.memory.step_memory import StepOptions
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.parallel.division.teams import Teams, make_teams
 from workhorse.parallel.processes import environment
@@ -167,14 +167,14 @@ def fitted_to_memory(
     train = recipe.train
     if train.micro_batch_size == "auto" and at.checkpoint is not None:
         train = train.replace(micro_batch_size=at.micro_batch_size(train.batch_size))
-    options: StepOptions = {"packed": recipe.data.packed, "adapter": recipe.adapter}
-    train = fit_micro_batch(config, train, device, parallel=recipe.parallel, **options)
-    if isinstance(size := train.micro_batch_size, int):
-        train = train.replace(micro_batch_size=-world.most(-size))
+    step = PlannedStep.of_recipe(recipe, config, device)
+    step = fit_micro_batch(replace(step, train=train))
+    if isinstance(size := step.train.micro_batch_size, int):
+        step = step.with_train(micro_batch_size=-world.most(-size))
     if environment.rank_here() == 0:  # for all ranks of this machine, before any allocates memory
-        check_training(config, train, device, parallel=recipe.parallel, **options)
+        check_training(step)
     world.wait()
-    return train
+    return step.train
 
 
 def with_whole_weights(step: TrainingStep, world: World, call: Call | None) -> Call | None:

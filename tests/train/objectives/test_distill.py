@@ -14,7 +14,7 @@ from tests.train.conftest import MakeRecipe
 from tests.train.objectives.data import SEQ, assert_same, model, rows
 from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
-from workhorse.memory.step_memory import step_memory
+from workhorse.memory.step_memory import PlannedStep, step_memory
 from workhorse.nn import IGNORE
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.train import Recipe, TrainConfig, train
@@ -71,7 +71,7 @@ def test_a_recipe_names_the_teacher_in_a_folder(tmp_path: Path, make_recipe) -> 
     )
     found, counted = build_step(student, config_of_run, torch.device("cpu")).backward(rows())
     torch.testing.assert_close(found, Distill(student, teacher, 0.5)(rows()).loss / counted)
-    memory = step_memory(student.config, config_of_run, torch.device("cpu"))
+    memory = step_memory(PlannedStep(student.config, config_of_run, torch.device("cpu")))
     size = sum(weight.nbytes for weight in teacher.parameters())
     assert memory.held["teacher"] == {("teacher", "teacher"): size}
     assert {*memory.timeline["teacher"]} == {size}

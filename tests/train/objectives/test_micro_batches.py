@@ -7,7 +7,7 @@ import torch
 
 from tests.train.objectives.data import SEQ, model, rollouts, rows
 from workhorse.data import Batch
-from workhorse.memory.step_memory import step_memory
+from workhorse.memory.step_memory import PlannedStep, step_memory
 from workhorse.nn import Decoder
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.train import TrainConfig
@@ -94,5 +94,5 @@ def test_steps_reduce_the_loss(objective: ObjectiveConfig) -> None:
 
 @pytest.mark.parametrize("objective", [DpoConfig(), PolicyConfig(values={})], ids=name)
 def test_the_memory_of_a_step_can_be_computed(objective: ObjectiveConfig) -> None:
-    found = step_memory(model().config, config_of(objective, 4), CPU)
+    found = step_memory(PlannedStep(model().config, config_of(objective, 4), CPU))
     assert max(found.totals) > 0

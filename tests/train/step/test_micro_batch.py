@@ -24,8 +24,9 @@ from workhorse.memory.capacity import (
     step_bytes,
     usable,
 )
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.native import Operators
-from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn import Decoder
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.train import Recipe, estimate, read_metrics, train
 from workhorse.train.recipe.training import TrainConfig
@@ -70,9 +71,10 @@ def test_the_rows_are_those_whose_recorded_step_fits(
     monkeypatch: pytest.MonkeyPatch, decoder: Decoder, device: torch.device
 ) -> None:
     given = config(256, micro_batch_size="auto", dtype="bfloat16")
+    step = PlannedStep(decoder.config, given, device)
 
     def needed(rows: int) -> int:
-        return step_bytes(decoder.config, given.replace(micro_batch_size=rows), device)
+        return step_bytes(step.with_train(micro_batch_size=rows))
 
     chosen = set()
     margin = 1 - usable(10**6, device) / 10**6
@@ -80,7 +82,7 @@ def test_the_rows_are_those_whose_recorded_step_fits(
         free(monkeypatch, n_bytes)
         room = usable(math.ceil(n_bytes), device)
         fitting = next(rows for rows in shares(256) if needed(rows) <= room)
-        assert fit_micro_batch(decoder.config, given, device).micro_batch_size == fitting
+        assert fit_micro_batch(step).train.micro_batch_size == fitting
         chosen.add(fitting)
     assert len(chosen) == 3
 
@@ -94,21 +96,23 @@ def test_scattered_tensors_are_left_more_room(monkeypatch: pytest.MonkeyPatch) -
 def test_a_number_stays(decoder: Decoder) -> None:
     for size in (3, None):
         given = config(8, micro_batch_size=size)
-        assert fit_micro_batch(decoder.config, given, torch.device("mps")) is given
+        step = PlannedStep(decoder.config, given, torch.device("mps"))
+        assert fit_micro_batch(step) is step
 
 
 def test_recording_draws_no_random_numbers(decoder: Decoder) -> None:
     before = random_state()
-    fit_micro_batch(decoder.config, config(8, micro_batch_size="auto"), CPU)
+    fit_micro_batch(PlannedStep(decoder.config, config(8, micro_batch_size="auto"), CPU))
     assert random_state() == before
 
 
 def test_what_cannot_be_recorded_is_bounded(decoder: Decoder) -> None:
-    flex = config(8, kernel="flex", dtype="float16", execution="compiled")
-    assert recordable(flex, CUDA) == flex.replace(dtype="float32")
-    whole = step_bytes(decoder.config, config(8, dtype="float32"), CUDA)
+    given = config(8, kernel="flex", dtype="float16", execution="compiled")
+    flex = PlannedStep(decoder.config, given, CUDA)
+    assert recordable(flex) == flex.with_train(dtype="float32")
+    whole = step_bytes(PlannedStep(decoder.config, config(8, dtype="float32"), CUDA))
     copies = 2 * sum(parameter.numel() for parameter in decoder.parameters())
-    assert step_bytes(decoder.config, flex, CUDA) == whole + copies
+    assert step_bytes(flex) == whole + copies
 
 
 def test_no_room_for_one_row(monkeypatch: pytest.MonkeyPatch, decoder: Decoder) -> None:
@@ -118,12 +122,14 @@ def test_no_room_for_one_row(monkeypatch: pytest.MonkeyPatch, decoder: Decoder) 
         r"on cpu; reduce train.seq_len, set "
     )
     with pytest.raises(WorkhorseError, match=message):
-        fit_micro_batch(decoder.config, config(8, micro_batch_size="auto"), CPU)
+        fit_micro_batch(PlannedStep(decoder.config, config(8, micro_batch_size="auto"), CPU))
 
 
 def test_other_devices_are_refused(decoder: Decoder) -> None:
     with pytest.raises(WorkhorseError, match="auto is not supported on device=mps, only on cuda a"):
-        fit_micro_batch(decoder.config, config(8, micro_batch_size="auto"), torch.device("mps"))
+        fit_micro_batch(
+            PlannedStep(decoder.config, config(8, micro_batch_size="auto"), torch.device("mps"))
+        )
 
 
 def test_other_words_are_refused() -> None:
@@ -135,20 +141,20 @@ def test_a_long_run_is_refused_if_a_step_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, decoder: Decoder
 ) -> None:
     """Recording takes a second, so for a short run only weights, gradients and optimizer count."""
-    short = config(8)
-    needed = step_bytes(decoder.config, short, CPU)
+    short = PlannedStep(decoder.config, config(8), CPU)
+    needed = step_bytes(short)
     monkeypatch.setattr("workhorse.devices.memory.available", lambda device, root: needed - 1)
-    check_training(decoder.config, short, CPU)
-    long = short.replace(steps=int(LONG))
+    check_training(short)
+    long = short.with_train(steps=int(LONG))
     with pytest.raises(WorkhorseError, match="a micro-batch of 8 sequences of 8 tokens needs"):
-        check_training(decoder.config, long, CPU)
+        check_training(long)
     monkeypatch.setattr("workhorse.devices.memory.available", lambda device, root: needed)
-    check_training(decoder.config, long, CPU)
+    check_training(long)
     monkeypatch.setattr("workhorse.devices.memory.available", lambda device, root: 100)
     with pytest.raises(
         WorkhorseError, match="the model with its gradients and optimizer state needs"
     ):
-        check_training(decoder.config, short, CPU)
+        check_training(short)
 
 
 def test_processes_of_one_machine_need_room_for_all(
@@ -156,15 +162,15 @@ def test_processes_of_one_machine_need_room_for_all(
 ) -> None:
     """Every process needs memory for its shard of the weights."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    quarters = ParallelismConfig(shard=4)
-    needed = step_bytes(decoder.config, config(8), CPU, parallel=quarters)
-    assert needed < step_bytes(decoder.config, config(8), CPU)
-    long = config(8).replace(steps=int(LONG))
+    quarters = PlannedStep(decoder.config, config(8), CPU, ParallelismConfig(shard=4))
+    needed = step_bytes(quarters)
+    assert needed < step_bytes(PlannedStep(decoder.config, config(8), CPU))
+    long = quarters.with_train(steps=int(LONG))
     monkeypatch.setattr("workhorse.devices.memory.available", lambda device, root: 4 * needed)
-    check_training(decoder.config, long, CPU, parallel=quarters)
+    check_training(long)
     monkeypatch.setattr("workhorse.devices.memory.available", lambda device, root: 4 * needed - 1)
     with pytest.raises(WorkhorseError, match="of 2 sequences of 8 tokens in 4 processes needs"):
-        check_training(decoder.config, long, CPU, parallel=quarters)
+        check_training(long)
 
 
 def test_what_a_process_takes_is_measured() -> None:
@@ -186,12 +192,10 @@ def test_a_run_is_the_one_with_the_number_and_resumes_with_it(
         fields["model"]["embedding"] = {"dropout": 0.2}
         return Recipe.from_dict(fields)
 
-    def answer(
-        config: DecoderConfig, train: TrainConfig, device: torch.device, **options: Any
-    ) -> TrainConfig:
-        found = fit_micro_batch(config, train, device, **options)
-        assert found.micro_batch_size == (2 if train.micro_batch_size == 2 else 4)
-        return found.replace(micro_batch_size=2)
+    def answer(step: PlannedStep) -> PlannedStep:
+        size = fit_micro_batch(step).train.micro_batch_size
+        assert size == (2 if step.train.micro_batch_size == 2 else 4)
+        return step.with_train(micro_batch_size=2)
 
     train(recipe(2), tmp_path / "number")
     monkeypatch.setattr("workhorse.train.initial_model.fit_micro_batch", answer)

@@ -1,4 +1,4 @@
-"""GPU measurements in eight blocks of less than ten minutes each.
+"""GPU measurements in five blocks of less than ten minutes each.
 
     python -m benchmarks.gpu BLOCK … [--only REGEX] [--device cpu --tiny] [--out FILE]
 
@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu.block import Setting, keep, run
 from benchmarks.harness.machine import describe, versions
 
-BLOCKS = ("correct", "job", "speed", "memory", "decoding", "precision", "host", "scale")
+BLOCKS = ("correct", "speed", "memory", "decoding", "scale")
 """Blocks in order of importance; each is a module with a function `checks`."""
 SECONDS = 540.0
 

@@ -4,6 +4,7 @@ A step reads every weight once, and the keys and values of every earlier token.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -11,10 +12,11 @@ from itertools import product
 from typing import Literal
 
 import torch
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.contestants.ours import greedy
 from benchmarks.gpu.block import Check, Figures, Setting
-from benchmarks.gpu.host import timeline
 from benchmarks.gpu.speed import alone, at_least, decoder_config, llama_fields
 from benchmarks.harness import limits
 from benchmarks.harness.shapes import DECODING, NEW_TOKENS, PROMPT_TOKENS, Shape
@@ -40,6 +42,10 @@ TINY_NEW = 8
 COPIED, TINY_COPIED = 1 << 32, 1 << 22
 """Size in bytes of the tensor that is copied."""
 TRIES = 10
+SHORT = 10.0
+"""Length in microseconds below which a gap between kernels is not caused by a late host."""
+LISTED, NAME = 10, 100
+"""Number of gaps of a step that are listed, and maximum length of a kernel's name."""
 BANDWIDTH_SHARE = 0.75
 FASTER_THAN_TRANSFORMERS = 2.0
 
@@ -149,6 +155,39 @@ def _kernels(subject: Subject, setting: Setting) -> Figures:
     for _ in range(new // 4):
         next(deltas)
     return timeline(lambda: next(deltas), new // 4)
+
+
+def timeline(take: Callable[[], object], count: int) -> Figures:
+    """Work of a GPU in `count` steps: its heaviest kernels, and the gaps between kernels.
+
+    Times of kernels are milliseconds per step; gaps are in microseconds.
+    """
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(count):
+            take()
+        torch.cuda.synchronize()
+    events = [event for event in (profiler.events() or ()) if event.device_type == DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    heaviest: defaultdict[str, float] = defaultdict(float)
+    gaps: list[tuple[float, str, str]] = []
+    busy, last = 0.0, events[0]
+    for event in events:
+        begin, end, until = event.time_range.start, event.time_range.end, last.time_range.end
+        heaviest[event.name[:NAME]] += (end - begin) / 1e3 / count
+        if begin > until:
+            gaps.append((begin - until, last.name[:NAME], event.name[:NAME]))
+        busy += max(0.0, end - max(begin, until))
+        last = max(last, event, key=lambda one: one.time_range.end)
+    whole = last.time_range.end - events[0].time_range.start
+    short = sum(length for length, *_ in gaps if length < SHORT)
+    return {
+        "kernels_per_step": len(events) / count,
+        "busy_seconds_of_step": busy / 1e6 / count,
+        "idle": 1 - busy / whole,
+        "idle_in_short_gaps": short / whole,
+        "longest_gaps": sorted(gaps, reverse=True)[: LISTED * count],
+        "heaviest": sorted(heaviest.items(), key=lambda item: -item[1])[: 2 * LISTED],
+    }
 
 
 def _lengths(setting: Setting) -> tuple[int, int]:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,8 @@ _SHARED_LIBSTDCXX = ("-shared-libgcc", "-l:libstdc++.so.6")
 _SECONDS = 300
 _SCRATCH = "building-"
 _LOADING = threading.Lock()
+_TRACED: set[str] = set()
+"""The operators whose result shapes are registered."""
 _ANNOUNCED = threading.Lock()
 """Locked after this process has printed that it compiles."""
 
@@ -157,6 +159,26 @@ Reduced = tuple[Callable[[], object], tuple[()]]
 def loading(load: Callable[..., object]) -> Reduced:
     """Result of `__reduce__` for operators: a process that unpickles them loads their library."""
     return partial(load, wait=True), ()
+
+
+def provide(name: str, shapes: Mapping[str, Callable[..., object]], *, wait: bool) -> None:
+    """Load a library. It is compiled first if it is not in the user's cache.
+
+    Args:
+        name: see `ensure`.
+        shapes: for each operator, a function that computes the shapes of its results, for tracing.
+            Operators that do not exist on this CPU are skipped.
+        wait: see `ensure`.
+
+    Raises:
+        Unavailable: see `ensure` and `load`.
+    """
+    load(ensure(name, wait=wait))
+    with _LOADING:
+        for operator, function in shapes.items():
+            if operator not in _TRACED and hasattr(torch.ops.workhorse, operator):
+                torch.library.register_fake(f"workhorse::{operator}", function)
+                _TRACED.add(operator)
 
 
 def load(library: Path) -> None:

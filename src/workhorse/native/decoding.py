@@ -1,10 +1,7 @@
 """Native operators for decoding on a CPU. They support `torch.compile`, but not gradients."""
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import cast
 
 import torch
 from jaxtyping import Float, Float32, Int16, Int32, Int64, UInt8
@@ -138,18 +135,7 @@ def load(*, wait: bool) -> Decoding:
     Raises:
         build.Unavailable: the operators cannot be called; the message is the reason in one line.
     """
-    return _load(build.ensure("decoding", wait=wait))
-
-
-@functools.cache
-def _load(library: Path) -> Decoding:
-    """Load the compiled library, and register the shapes of its results for tracing."""
-    build.load(library)
-    torch.library.register_fake("workhorse::linear", _linear_shape)
-    torch.library.register_fake("workhorse::linear_each", _linear_each_shapes)
-    torch.library.register_fake("workhorse::attend", _attend_shape)
-    torch.library.register_fake("workhorse::argmax", _argmax_shape)
-    torch.library.register_fake("workhorse::packed_linear", _packed_linear_shape)
+    build.provide("decoding", _SHAPES, wait=wait)
     return Decoding()
 
 
@@ -163,14 +149,10 @@ def _linear_each_shapes(
     return [_linear_shape(x, *both) for both in zip(weights, biases, strict=True)]
 
 
-def _attend_shape(q: Tensor, k: Tensor, v: Tensor, *others: object) -> Tensor:
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
-
-
-def _argmax_shape(logits: Tensor) -> Tensor:
-    return logits.new_empty(logits.shape[:1], dtype=torch.int64)
-
-
-def _packed_linear_shape(x: Tensor, *others: object) -> Tensor:
-    out = cast(int, others[-1])
-    return x.new_empty((*x.shape[:-1], out))
+_SHAPES: dict[str, Callable[..., object]] = {
+    "linear": _linear_shape,
+    "linear_each": _linear_each_shapes,
+    "packed_linear": lambda x, *others: x.new_empty((*x.shape[:-1], others[-1])),
+    "attend": lambda q, k, v, *_: q.new_empty((*q.shape[:-1], v.shape[-1])),
+    "argmax": lambda logits: logits.new_empty(logits.shape[:1], dtype=torch.int64),
+}

@@ -36,5 +36,5 @@ def load(*, wait: bool) -> Heap:
     Raises:
         build.Unavailable: the heap cannot be used; the message is the reason in one line.
     """
-    build.load(build.ensure("heap", wait=wait))
+    build.provide("heap", {}, wait=wait)
     return Heap()

@@ -4,10 +4,8 @@ On x86, the matrix unit is AMX. These operators are in a separate library, becau
 CPU.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from jaxtyping import Float
@@ -76,15 +74,9 @@ def load(*, wait: bool) -> MatrixUnit:
     """
     if not cpu_has("amx_bf16"):
         raise build.Unavailable("the CPU has no matrix unit for bfloat16")
-    return _load(build.ensure("matrix_unit", wait=wait))
-
-
-@functools.cache
-def _load(library: Path) -> MatrixUnit:
-    build.load(library)
+    build.provide("matrix_unit", {"gemm": result_shape}, wait=wait)
     if not hasattr(torch.ops.workhorse, "gemm"):  # the library registers it only with permission
         raise build.Unavailable("the operating system denies this process the matrix unit")
-    torch.library.register_fake("workhorse::gemm", result_shape)
     return MatrixUnit()
 
 

@@ -1,11 +1,9 @@
 """A whole decoding step as one operator; see `ops/decoding/step.h`."""
 
-import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -151,13 +149,7 @@ def load(*, wait: bool) -> Steps:
     """
     if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
         raise build.Unavailable("threads that wait for each other need PyTorch built with OpenMP")
-    return _load(build.ensure("steps", wait=wait))
-
-
-@functools.cache
-def _load(library: Path) -> Steps:
-    build.load(library)
-    torch.library.register_fake("workhorse::decode_step", _logits_shape)
+    build.provide("steps", {"decode_step": _logits_shape}, wait=wait)
     return Steps()
 
 

@@ -6,8 +6,6 @@ at which their compilation ended.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -339,7 +337,7 @@ def load(*, wait: bool) -> Training:
     Raises:
         build.Unavailable: they cannot be called; the message is the reason in one line.
     """
-    _load(build.ensure("training", wait=wait))
+    build.provide("training", _SHAPES | blocks.SHAPES, wait=wait)
     return Training(_attention_types())
 
 
@@ -351,14 +349,6 @@ def _attention_types() -> frozenset[torch.dtype]:
     if widens() or torch.backends.mkldnn.is_available():
         return frozenset({torch.float32, torch.bfloat16})
     return frozenset({torch.float32})
-
-
-@cache
-def _load(library: Path) -> None:
-    build.load(library)
-    for name, shapes in (_SHAPES | blocks.SHAPES).items():
-        if hasattr(torch.ops.workhorse, name):  # some operators exist only on some CPUs
-            torch.library.register_fake(f"workhorse::{name}", shapes)
 
 
 def _gradient_shapes(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:

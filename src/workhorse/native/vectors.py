@@ -3,10 +3,8 @@
 See `ops/gemm/vectors.h`.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -75,14 +73,8 @@ def load(*, wait: bool) -> Vectors:
     """
     if not cpu_has("avx2"):
         raise build.Unavailable("the CPU has no vectors of 32 bytes (AVX2)")
-    return _load(build.ensure("vectors", wait=wait))
-
-
-@functools.cache
-def _load(library: Path) -> Vectors:
-    build.load(library)
-    torch.library.register_fake("workhorse::product", result_shape)
-    torch.library.register_fake("workhorse::products", _result_shapes)
+    shapes = {"product": result_shape, "products": _result_shapes}
+    build.provide("vectors", shapes, wait=wait)
     return Vectors()
 
 

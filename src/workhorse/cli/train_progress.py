@@ -74,12 +74,7 @@ def _live(view: "_View") -> Iterator[Show]:
 
 
 class _View:
-    """Formats the events of a training run as lines of text.
-
-    Args:
-        steps: the run's total number of steps; None if it is not known before the run starts.
-        headline: the keys of the figures to show.
-    """
+    """Formats the events of a training run as lines of text."""
 
     def __init__(self, steps: int | None, headline: Sequence[str]) -> None:
         self.steps = steps

@@ -207,10 +207,6 @@ def _refused_change(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Describe the first change of a study that prevents resuming it; empty if there is none.
 
     Seeds and variants may be added, and the question may change.
-
-    Args:
-        before: the contents of `study.yaml`.
-        now: the study to run, as returned by `identity`.
     """
     for seed in before["seeds"]:
         if seed not in now["seeds"]:

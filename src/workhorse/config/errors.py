@@ -215,10 +215,6 @@ def _arms(annotation: Any, marks: Iterable[Any] = ()) -> list[tuple[Any, list[An
 def _field_at(config: "type[Config]", path: list[str]) -> tuple[Any, list[Any], int]:
     """Find the annotation of the value at a path inside a config.
 
-    Args:
-        config: the class of the config.
-        path: a field, followed by keys and indices of nested mappings and lists.
-
     Returns:
         The annotation, its metadata, and the number of leading parts of `path` that lead to it.
     """

@@ -320,9 +320,6 @@ def _zstd_content(file: BinaryIO, library: "ZstdDecompressor") -> Iterator[bytes
     """Decompress concatenated zstd frames.
 
     The library's own reader does not report a file that ends inside a frame.
-
-    Raises:
-        EOFError: the file ends inside a frame.
     """
     frame, left = None, b""
     while data := left or file.read(ZSTD_BYTES):

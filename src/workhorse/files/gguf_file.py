@@ -220,12 +220,7 @@ def _entry(reader: _Reader) -> tuple[tuple[int, ...], int, int]:
 def _placed(
     entries: dict[str, tuple[tuple[int, ...], int, int]], data: int, alignment: int, size: int
 ) -> dict[str, StoredTensor]:
-    """Return the tensors sorted by position.
-
-    Raises:
-        ValueError: a tensor overlaps another, or is not completely inside the file.
-        _Unsupported: a tensor type is not supported.
-    """
+    """Return the tensors sorted by position."""
     at, found = data, dict[str, StoredTensor]()
     for name, (shape, number, offset) in sorted(entries.items(), key=lambda one: one[1][2]):
         kind = TYPES.get(number, f"type {number}")

@@ -402,10 +402,7 @@ def parse_yaml(text: str) -> Any:
 def _weigh(node: yaml.Node, weights: dict[int, int]) -> int:
     """Count the values in a YAML node with its aliases expanded, and check them.
 
-    Args:
-        node: the node.
-        weights: counts of values in visited nodes, by `id` of the node; 0 while a node is being
-            counted.
+    `weights` has the counts of visited nodes by `id`; 0 while a node is being counted.
     """
     key = id(node)
     if key in weights:

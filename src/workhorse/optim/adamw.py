@@ -230,10 +230,7 @@ class AdamW:
     def _update(self, states: list[State], schedule: float, skips: Tensor | None = None) -> None:
         """Update weights with PyTorch's kernel. All tensors except the counts are float32.
 
-        Args:
-            states: the weights and their state.
-            schedule: factor of the learning rate.
-            skips: boolean tensor (), True to skip the update; None to make it.
+        `skips` is a boolean tensor (), True to skip the update; None to make it.
         """
         if not states:
             return

@@ -107,12 +107,8 @@ class Muon:
     ) -> None:
         """Update matrices of one shape to `weight · kept - size · direction`.
 
-        Args:
-            group: the matrices, by name.
-            momenta: their momenta, stacked.
-            grad_scale: factor of the gradients.
-            kept: factor of the weights, for weight decay.
-            size: factor of the orthogonalised directions.
+        `momenta` are stacked. The directions are orthogonalised; `grad_scale` multiplies the
+        gradients.
         """
         weights = [self.masters.read(name) for name in group]
         update = torch.stack(self.masters.gradients(group)).float()

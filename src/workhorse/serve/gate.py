@@ -167,11 +167,7 @@ class Gate:
 
     @contextlib.contextmanager
     def _place(self, client: str):
-        """Take one of the places for requests.
-
-        Raises:
-            ApiError: all are taken, or this client has taken its share.
-        """
+        """Take one of the places for requests."""
         if self.is_draining:
             raise shutting_down()
         places = self._limits.places
@@ -192,12 +188,7 @@ class Gate:
             self.running += Counter()  # drops clients without requests
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """Read the body.
-
-        Raises:
-            ApiError: it is too large or takes too long, or its type is not JSON.
-            ClientLeft: the client has closed the connection.
-        """
+        """Read the body."""
         headers = Headers(scope=scope)
         most = self._limits.body_bytes
         length = headers.get("content-length", "0")

@@ -232,11 +232,7 @@ class Answer(ABC, Generic[Request]):
                 yield self.failure(error)
 
     async def _steps(self) -> Steps:
-        """Yield the new tokens of each choice.
-
-        Raises:
-            ApiError: the engine died, refused a job, or failed.
-        """
+        """Yield the new tokens of each choice."""
         complete = self._server.engine.complete
         streams = [
             complete(job.prompt, job.config, self._client, job.grammar, self._adapter)
@@ -338,11 +334,7 @@ async def _grammar_with_tools(
     ends: Sequence[int],
     form: str,
 ) -> GrammarSource | None:
-    """Return the grammar of a reply that may call tools; None: any text.
-
-    Raises:
-        ApiError: see `grammar_of_form`.
-    """
+    """Return the grammar of a reply that may call tools; None: any text."""
     if body.structured_outputs is not None:
         raise bad_request("structured_outputs and tools conflict; omit one", "structured_outputs")
     schema = body.content_schema
@@ -359,11 +351,7 @@ async def _grammar_with_tools(
 
 
 async def _written(param: str, write: Callable[..., str], *given: Any) -> str:
-    """Return the text of a grammar, written in a thread.
-
-    Raises:
-        ApiError: it is too long.
-    """
+    """Return the text of a grammar, written in a thread."""
     try:
         return await asyncio.to_thread(write, *given)
     except ValueError as error:
@@ -377,11 +365,7 @@ def _unusable(reason: str, param: str) -> ApiError:
 async def _checked(
     server: Server, body: Sampling, asked: StructuredOutputs, param: str, format: ReplyFormat
 ) -> GrammarSource:
-    """Return a grammar in llguidance's format.
-
-    Raises:
-        ApiError: see `grammar_of_form`.
-    """
+    """Return a grammar in llguidance's format."""
     if server.grammars is None:
         raise bad_request(f"{param} is not served without llguidance; omit it", param, "not_served")
     if body.ignore_eos:

@@ -155,11 +155,7 @@ NOTES = ("title", "description", "default", "examples", "$schema", "$id", "$comm
 
 
 def _check_tagged(name: str, schema: Mapping[str, Any], *, is_strict: bool) -> None:
-    """Check that a grammar of tagged arguments can express a schema.
-
-    Raises:
-        ApiError: it cannot, and arguments must fit the schema; or a key could not be read back.
-    """
+    """Check that a grammar of tagged arguments can express a schema."""
     properties = schema.get("properties", {})
     for key in properties:
         if not re.fullmatch(r"[^\s<>]+", key):

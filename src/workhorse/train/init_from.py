@@ -133,14 +133,8 @@ def _copy_weights(
 ) -> None:
     """Copy weights into a decoder.
 
-    Args:
-        init: the model that the weights belong to, for the error.
-        decoder: the decoder that receives the weights, or the part of it on this rank.
-        config: config of the model `init`.
-        weights: weights of the model `init`.
-        places: returns the tensors of the decoder that the weights are copied to.
-        whole: config of the whole decoder.
-        new: ids of the tokens that the model `init` does not have; see `with_rows`.
+    `weights` and `config` are of the model `init`, `whole` is the config of the whole decoder, and
+    `new` has the ids of the tokens that `init` does not have; see `with_rows`.
     """
     rows = max(whole.vocab_size, config.vocab_size)
     config = config.replace(vocab_size=rows)

@@ -168,12 +168,7 @@ def _opened(path: Path, name: str) -> FileIO:
 
 @contextmanager
 def _reading(path: Path, name: str) -> Iterator[None]:
-    """Distinguish a damaged file from a file that cannot be accessed.
-
-    Raises:
-        DamagedCheckpoint: the file is missing, or the disk cannot read it.
-        WorkhorseError: the file may be intact but cannot be accessed, see `REFUSED`.
-    """
+    """Distinguish a damaged file from a file that cannot be accessed."""
     try:
         yield
     except OSError as error:

@@ -334,11 +334,7 @@ class CheckpointStore:
                         self.disk.remove(path)
 
     def _discard(self, checkpoint: Path) -> None:
-        """Delete a checkpoint. It is renamed first, so that no partly deleted one is ever loaded.
-
-        Raises:
-            OSError: the checkpoint cannot be renamed.
-        """
+        """Delete a checkpoint, renamed first so that no partly deleted one is ever loaded."""
         doomed = self._aside(checkpoint)
         self.disk.rename(checkpoint, doomed)
         with self._deleting(doomed):

@@ -177,13 +177,8 @@ def _alternating(
 ) -> nn.DecoderConfig:
     """Read a decoder with local layers (with a window) and global layers.
 
-    Args:
-        hf: the config.
-        wiring: block class, which determines the position of the norms.
-        types: layer types for a config that does not list them.
-        cap: soft cap of the logits; None for no cap.
-        ropes: RoPE settings of each layer type, if they differ.
-        heads: fields of `AttentionConfig` to set.
+    `types` is for a config that does not list the layer types; `ropes` has the RoPE settings of
+    each type, if they differ.
     """
     norm, width, bias = _shared(hf)
     types = llama_like.layer_types(hf, types)

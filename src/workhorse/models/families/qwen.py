@@ -102,11 +102,7 @@ def _windowed(
 ) -> nn.DecoderConfig:
     """Read a decoder with layers that differ in window and feed-forward.
 
-    Args:
-        hf: the config.
-        heads: config of the attention, without a window.
-        types: layer types for a config that does not list them.
-        feed_forwards: feed-forward of each layer.
+    `heads` has no window. `types` is for a config that does not list the layer types.
     """
     norm = llama_like.rms_norm(hf)
     window = _window(hf)

@@ -178,12 +178,7 @@ def _cuts(
 
     Parameters are divided by heads, by vocabulary ids, or evenly along one axis.
 
-    Args:
-        whole: the shapes in the whole model.
-        own: the shapes on this rank.
-        vocabulary: vocabulary size of the whole model.
-        member: this rank's index in the tensor-parallel group.
-        members: number of ranks in that group.
+    `whole` and `own` are the shapes in the whole model and on this rank.
     """
     heads = Counter(found[1] for name in whole if (found := _OF_ONE_HEAD.fullmatch(name)))
     own_heads = Counter(found[1] for name in own if (found := _OF_ONE_HEAD.fullmatch(name)))
@@ -252,10 +247,7 @@ def own_slices(
 def _place(tensor: Tensor, rank: int, first_of_all: int) -> tuple[int, bool]:
     """Return the first row of a rank's shard, and True if no earlier rank has the same shard.
 
-    Args:
-        tensor: a tensor sharded by rows.
-        rank: the rank.
-        first_of_all: the first rank of the run with the same part of the model.
+    `first_of_all` is the first rank of the run with the same part of the model.
     """
     assert is_sharded(tensor)
     ranks = tensor.device_mesh.mesh

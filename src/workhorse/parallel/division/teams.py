@@ -147,13 +147,7 @@ def absent_teams(parallel: ParallelismConfig, vocabulary: int, stage: int | None
 def _teams(
     parallel: ParallelismConfig, vocabulary: int, group_along: Callable[[str], Group]
 ) -> Teams:
-    """Create a group for each kind of parallelism that is used.
-
-    Args:
-        parallel: the parallelism settings.
-        vocabulary: vocabulary size of the whole model.
-        group_along: returns this rank's group along an axis of the device mesh.
-    """
+    """Create a group for each kind of parallelism that is used."""
     sequences = layers = stages = None
     if parallel.context > 1:
         sequences = ContextParallelGroup(group_along("context"))

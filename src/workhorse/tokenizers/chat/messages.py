@@ -356,13 +356,7 @@ def _check_same_tokens(names: re.Pattern[str], marked: str, plain: str) -> None:
 
 
 def _changed(chat: Chat, change: Change, change_key: Callable[[str], str]) -> Chat:
-    """Return a chat with all strings changed, except the roles and the names of variables.
-
-    Args:
-        chat: the chat.
-        change: changes a string.
-        change_key: changes a key of a message.
-    """
+    """Return a chat with all strings changed, except the roles and the names of variables."""
     messages = [
         {
             change_key(key): value

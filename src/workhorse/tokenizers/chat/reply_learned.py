@@ -117,11 +117,7 @@ def _calls(template: ChatTemplate) -> CallFormat | None:
 class _Examples:
     """Rendered replies with calls.
 
-    Args:
-        template: the template.
-        plain: a rendered reply without calls.
-        content: see `CallFormat`.
-        kind: see `CallFormat.arguments`.
+    `plain` is a rendered reply without calls.
     """
 
     def __init__(
@@ -221,9 +217,6 @@ def _tags(text: str, one: str) -> tuple[str, Tagged, str]:
 
     Returns:
         The text between name and arguments, the tags, and the text after the arguments.
-
-    Raises:
-        ValueError: the arguments are not found.
     """
     gaps: list[str] = []
     for part in (str(part) for pair in ARGUMENTS.items() for part in pair):
@@ -243,11 +236,7 @@ def _tags(text: str, one: str) -> tuple[str, Tagged, str]:
 
 
 def _check(format: CallFormat, reply: str, arguments: list[dict[str, Any]]) -> None:
-    """Check that a format reads a rendered reply.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Check that a format reads a rendered reply."""
     pieces = ReplyReader(ReplyFormat(format), {}).read(reply, ended=True)
     found = [(one.call.name, json.loads(one.call.arguments)) for one in pieces if one.call]
     if found != [*zip(NAMES, arguments, strict=False)] or any(one.text.strip() for one in pieces):

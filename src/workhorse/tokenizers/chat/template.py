@@ -282,11 +282,7 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         encoder: ControlEncoder,
     ) -> tuple[Chat, Placeholders, str]:
-        """Render a chat with placeholders; its contents as parts if the template needs that.
-
-        Returns:
-            The chat as the template reads it, its placeholders, and the rendered text.
-        """
+        """Render a chat with placeholders; its contents as parts if the template needs that."""
 
         def marked(chat: Chat) -> tuple[Chat, Placeholders, str]:
             typed = Placeholders(chat, encoder, tokenizer.special_tokens)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from workhorse.nn import Decoder
 from workhorse.transforms.adapters import adapted_layers, adapters_of
-from workhorse.transforms.lora import Dora, LowRank
 
 
 class Update(NamedTuple):
@@ -34,11 +33,13 @@ def updates_of(decoder: Decoder, name: str) -> dict[str, Update]:
     found: dict[str, Update] = {}
     for path, layer in adapted_layers(decoder).items():
         if name in layer.adapters:
-            adapter = layer.adapters[name]
-            assert isinstance(adapter, LowRank)
-            a, b = adapter.lora_a.weight.detach(), adapter.lora_b.weight.detach()
-            magnitude = adapter.magnitude.detach() if isinstance(adapter, Dora) else None
-            found[f"{path}.weight"] = Update(a, b, magnitude, config.of(path).alpha)
+            own = {key: one.detach() for key, one in layer.adapters[name].named_parameters()}
+            found[f"{path}.weight"] = Update(
+                own["lora_a.weight"],
+                own["lora_b.weight"],
+                own.get("magnitude"),
+                config.of(path).alpha,
+            )
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar, cast, get_args
 from torch import Tensor, nn
 
 from workhorse.errors import WorkhorseError
-from workhorse.nn import Decoder
+from workhorse.nn.decoder import Decoder, decoders_in
 from workhorse.transforms.record import is_body, mark_body, mark_sharing
 
 Execution = Literal["auto", "reference", "native", "compiled"]
@@ -48,9 +48,8 @@ def body_of(reference: Root) -> Root:
     assert not is_body(reference), "a body is made from the reference"
     check_own_weights(reference)
     body = _copy(reference)
-    for module in body.modules():
-        if isinstance(module, Decoder):
-            mark_body(module)
+    for decoder in decoders_in(body):
+        mark_body(decoder)
     return body
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -21,9 +21,9 @@ from workhorse.memory.step_memory import PlannedStep
 from workhorse.models.describe import count_parameters, flops_per_token
 from workhorse.native import resolve
 from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import Block
 from workhorse.nn.cache.paged import BLOCK, Store
 from workhorse.nn.cache.paged_view import PagedView
-from workhorse.nn.convolution import ShortConvolution
 from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import round_weights
 from workhorse.parallel.processes import environment
@@ -59,8 +59,8 @@ def cache_of_layers(config: DecoderConfig, dtype: torch.dtype) -> list[LayerCach
         stores = iter(cache.stores)
         found: dict[str, list[LayerCache]] = {}
         for name, layer in zip(kinds, decoder.layers, strict=True):
-            short = sum(isinstance(part, ShortConvolution) for part in layer.modules())
-            found[name] = [_kept(store) for store in islice(stores, 1 + short)]
+            count = len(cast(Block, layer).cache_stores(cache))
+            found[name] = [_kept(store) for store in islice(stores, count)]
     return [room for name in names for room in found[name]]
 
 

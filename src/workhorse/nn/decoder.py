@@ -301,6 +301,11 @@ class Decoder(nn.Module):
         return cast(list[Block], list(self.layers))
 
 
+def decoders_in(root: nn.Module) -> list[Decoder]:
+    """The decoders in a module tree, such as those of an objective."""
+    return [part for part in root.modules() if isinstance(part, Decoder)]
+
+
 @contextmanager
 def evaluation_mode(decoder: Decoder) -> Generator[None]:
     """Context manager that turns dropout off, and restores the decoder's mode afterwards."""

@@ -70,6 +70,19 @@ class Mixture(Protocol):
         ...
 
 
+@runtime_checkable
+class Multiplies(Protocol):
+    """A module that multiplies by the weights of linear submodules itself."""
+
+    multiplied_here: ClassVar[tuple[str, ...]]
+
+
+def multiplied_by_owner(root: nn.Module) -> set[nn.Module]:
+    """The linear layers whose weights their owners multiply by, so that none may be replaced."""
+    owners = (part for part in root.modules() if isinstance(part, Multiplies))
+    return {owner.get_submodule(name) for owner in owners for name in owner.multiplied_here}
+
+
 def linear_layers(root: nn.Module) -> Iterator[tuple[str, LinearFacts, Fraction]]:
     """Yield all linear layers of a model.
 

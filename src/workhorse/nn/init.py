@@ -42,6 +42,11 @@ class SchemeConfig(Config):
     head: Literal["plain", "zero"] = "plain"
     """The head: `plain` follows the scheme; `zero` starts at 0 and needs an untied head."""
 
+    @property
+    def fixed_std(self) -> float | None:
+        """Standard deviation of every matrix if it is equal at any width, otherwise None."""
+        return None
+
     @abstractmethod
     def draw(self, weight: Tensor, generator: torch.Generator | None) -> None:
         """Fill a matrix of shape `(out, in)` with random values, in place."""
@@ -65,6 +70,10 @@ class NormalInitConfig(SchemeConfig):
     kind: Literal["normal"] = "normal"
     std: float = Field(default=0.02, gt=0)
     """Standard deviation of every matrix."""
+
+    @property
+    def fixed_std(self) -> float:
+        return self.std
 
     def draw(self, weight: Tensor, generator: torch.Generator | None) -> None:
         nn.init.normal_(weight, std=self.std, generator=generator)

@@ -18,7 +18,6 @@ from workhorse.devices.transfer import copy_tensors
 from workhorse.errors import WorkhorseError
 from workhorse.native import Training
 from workhorse.nn import Decoder
-from workhorse.nn.init import NormalInitConfig
 from workhorse.optim.adamw import AdamW, AdamWConfig
 from workhorse.optim.master_weights import MasterWeights
 from workhorse.optim.muon import Muon, MuonConfig
@@ -161,12 +160,12 @@ def check_base_width(decoder: Decoder, config: OptimizerConfig, *, drawn: bool =
         drawn
         and isinstance(config, AdamWConfig)
         and config.base_width not in (None, width)
-        and isinstance(init, NormalInitConfig)
+        and init.fixed_std is not None
     ):
         raise WorkhorseError(
             f"train.optimizer.base_width={config.base_width} needs initial weights that are "
-            f"smaller in a wider model, and model.init has a std of {init.std:g} at any width; "
-            "set model.init={kind: fan_in}"
+            f"smaller in a wider model, and model.init has a std of {init.fixed_std:g} at any "
+            "width; set model.init={kind: fan_in}"
         )
     if muon and config.adamw.base_width is not None and not parameters_by_role(decoder)["head"]:
         raise WorkhorseError(

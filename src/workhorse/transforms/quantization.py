@@ -41,9 +41,8 @@ from workhorse.devices.transfer import Destination
 from workhorse.errors import WorkhorseError
 from workhorse.native import Decoding, resolve
 from workhorse.native.decoding import GROUP, LANES
-from workhorse.nn.attention.self_attention import SelfAttention
 from workhorse.nn.experts.mixture import GroupedLinear, Groups, grouped_product
-from workhorse.nn.facts import LinearFacts
+from workhorse.nn.facts import LinearFacts, multiplied_by_owner
 from workhorse.nn.products import wide
 from workhorse.transforms.record import check, record
 
@@ -359,6 +358,13 @@ class QuantizedGroupedLinear(QuantizedWeight):
         return y if self.bias is None else y + self.bias[groups.of_row]
 
 
+QUANTIZED: dict[type[nn.Module], type[QuantizedWeight]] = {
+    nn.Linear: QuantizedLinear,
+    GroupedLinear: QuantizedGroupedLinear,
+}
+"""For each class of layers that can be quantised, the quantised class."""
+
+
 class _Product(torch.autograd.Function):
     """`QuantizedWeight.product` with gradients of x and the bias. It saves no tensor but `ends`."""
 
@@ -461,25 +467,16 @@ def _layers(
     model: nn.Module, decoding: Decoding | None
 ) -> list[tuple[str, nn.Linear | GroupedLinear, type[QuantizedWeight]]]:
     """The layers to quantise, by name, and the classes of their replacements."""
-    parts = list(model.named_modules())
-    kept = {
-        layer
-        for _, part in parts
-        if isinstance(part, SelfAttention)
-        for layer in map(part.get_submodule, part.multiplied_here)
-    }
+    kept = multiplied_by_owner(model)
     found: list[tuple[str, nn.Linear | GroupedLinear, type[QuantizedWeight]]] = []
-    for name, part in parts:
-        if isinstance(part, nn.Linear) and _plain(part) and part not in kept:
-            found.append((name, part, QuantizedLinear))
-        elif decoding is not None and type(part) is GroupedLinear:
-            found.append((name, part, QuantizedGroupedLinear))
-    return [item for item in found if _large_enough(item[1].weight)]
-
-
-def _plain(layer: nn.Linear) -> bool:
-    """True if the layer's class computes exactly `nn.Linear`."""
-    return type(layer).forward is nn.Linear.forward
+    for name, part in model.named_modules():
+        kind = QUANTIZED.get(type(part))
+        if kind is None or part in kept or (kind is QuantizedGroupedLinear and decoding is None):
+            continue
+        layer = cast(nn.Linear | GroupedLinear, part)
+        if _large_enough(layer.weight):
+            found.append((name, layer, kind))
+    return found
 
 
 def _large_enough(weight: Tensor) -> bool:

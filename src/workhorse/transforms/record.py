@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from workhorse.errors import WorkhorseError
-from workhorse.nn import Decoder
+from workhorse.nn.decoder import Decoder, decoders_in
 
 TransformName = Literal["group_heads", "quantize", "adapt"]
 """Name of a transform."""
@@ -137,5 +137,4 @@ def check_weights_kept(root: nn.Module) -> None:
 
 def _holders(root: nn.Module) -> list[nn.Module]:
     """The decoders in a module, or the module itself if it has none."""
-    decoders = [part for part in root.modules() if isinstance(part, Decoder)]
-    return [*decoders] or [root]
+    return [*decoders_in(root)] or [root]

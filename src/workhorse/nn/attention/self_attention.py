@@ -140,7 +140,7 @@ class SelfAttention(nn.Module, ABC):
     value_dim: int
     pattern: AttentionPattern
     kernel: Kernel
-    multiplied_here: tuple[str, ...] = ()
+    multiplied_here: ClassVar[tuple[str, ...]] = ()
     """Names of linear submodules whose `weight` this module uses in matmuls of its own. Transforms
     must therefore not replace these submodules, for example by quantised ones."""
     attends_to_stored = True

@@ -20,12 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from workhorse.nn import Decoder, DecoderConfig, TokenLogprobs
+from workhorse.nn import DecoderConfig, TokenLogprobs
 from workhorse.nn.attention.masks import AttentionPattern
 from workhorse.nn.attention.self_attention import SelfAttention
 from workhorse.nn.blocks import Block
 from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context
+from workhorse.nn.decoder import decoders_in
 from workhorse.nn.embedding import Head
 from workhorse.nn.experts.mixture import Experts, GroupedLinear, Groups, MixtureOfExperts
 from workhorse.nn.facts import division_of
@@ -97,7 +98,7 @@ def divide_layers(objective: nn.Module, config: DecoderConfig, team: TensorParal
         config: the config of the whole model.
         team: the tensor-parallel group.
     """
-    (decoder,) = (part for part in objective.modules() if isinstance(part, Decoder))
+    (decoder,) = decoders_in(objective)
     scores = [part for part in objective.modules() if isinstance(part, TokenLogprobs)]
     embedding = decoder.embedding
     changes: dict[nn.Module, type[_OfTeam]] = {

@@ -13,7 +13,7 @@ import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -111,10 +111,10 @@ class Balancer:
         self.loads: dict[int, Tensor] = {}
         self.latest: list[Tensor] = []
         for number, layer in decoder.layers.named_children():
-            for router in layer.modules():
-                if isinstance(router, Router):
-                    self.routers[int(number)] = router
-                    router.register_forward_hook(partial(self._note, int(number)))
+            if int(number) in self.n_experts:
+                router = layer.get_submodule("feed_forward.router")
+                self.routers[int(number)] = cast(Router, router)
+                router.register_forward_hook(partial(self._note, int(number)))
 
     @contextmanager
     def watch(self) -> Generator[None]:

@@ -14,6 +14,11 @@ class Unchanged(nn.Module):
         return x
 
 
+def is_identity(module: nn.Module) -> bool:
+    """True if a module returns its first input."""
+    return type(module) in (nn.Identity, Unchanged)
+
+
 class Sum(nn.Module):
     """`x + y` as a module, so that a hook can see the residual stream."""
 
@@ -28,12 +33,20 @@ class Multiplier(nn.Module):
         super().__init__()
         self.multiplier = multiplier
 
+    def factor(self, dtype: torch.dtype) -> float:
+        """The factor on inputs of a dtype."""
+        del dtype
+        return self.multiplier
+
     def forward(self, x: Numbers) -> Numbers:
         return x * self.multiplier
 
 
 class RoundedMultiplier(Multiplier):
     """`x · multiplier`, with the multiplier first rounded to the dtype of `x`."""
+
+    def factor(self, dtype: torch.dtype) -> float:
+        return float(torch.tensor(self.multiplier, dtype=dtype))
 
     def forward(self, x: Numbers) -> Numbers:
         return x * torch.full((), self.multiplier, dtype=x.dtype, device=x.device)

@@ -25,14 +25,14 @@ from workhorse.nn.attention.masks import slopes_of_distance
 from workhorse.nn.attention.self_attention import (
     AllHeadsNorm,
     EachHeadNorm,
-    Float32Rotation,
     Rotation,
     norm_then_rotate,
     rotate_then_norm,
+    rotation_precision,
 )
 from workhorse.nn.blocks import Block
 from workhorse.nn.convolution import ShortConvolution
-from workhorse.nn.elementwise import Multiplier, RoundedMultiplier, Unchanged
+from workhorse.nn.elementwise import Multiplier, RoundedMultiplier, Unchanged, is_identity
 from workhorse.nn.feedforward import Gated
 from workhorse.nn.norms import Norm, norm_facts
 from workhorse.nn.positions.absolute import LearnedPositions
@@ -197,7 +197,7 @@ def _check(layer: Attention) -> None:
         raise CannotTranslate("an attention kernel or bias without an instruction")
     parts = (layer.q_clip, layer.k_clip, layer.v_clip, layer.scale_queries, layer.gate)
     for part in parts:
-        if type(part) not in (nn.Identity, Unchanged):
+        if not is_identity(part):
             raise CannotTranslate(type(part).__name__)
 
 
@@ -222,15 +222,16 @@ def _norm_and_rotate(
 
 
 def _rotate(writer: Writer, head_dim: int, module: nn.Module, x: Register) -> None:
-    if type(module) is Unchanged:
+    if is_identity(module):
         return
-    if type(module) not in (Rotation, Float32Rotation):
+    precision = rotation_precision(module)
+    if precision is None:
         raise CannotTranslate(type(module).__name__)
     rope = cast(Rotation, module).rope
     if rope.depends_on_length:
         raise CannotTranslate("a rotation that depends on the sequence length")
     how, dtype = RotationFlag(0), writer.dtype
-    if type(module) is Float32Rotation:
+    if precision == "float32":
         how, dtype = RotationFlag.IN_FLOAT32, torch.float32
     if rope.pairing == "interleaved":
         how |= RotationFlag.INTERLEAVED
@@ -267,15 +268,11 @@ def _keep(_writer: Writer, _module: nn.Module, x: Register) -> Register:
 
 
 def _scale(writer: Writer, module: nn.Module, x: Register) -> Register:
-    factor = cast(Multiplier, module).multiplier
-    if type(module) is RoundedMultiplier:
-        factor = float(torch.tensor(factor, dtype=writer.dtype))
+    factor = cast(Multiplier, module).factor(writer.dtype)
     return writer.write(Op.SCALE, writer.reserve(x.width), x, numbers=(factor,))
 
 
 def _activate(writer: Writer, module: nn.Module, x: Register, up: Register = NOWHERE) -> Register:
-    if isinstance(module, Gated):
-        module = module.activation
     name = activation_name(module)
     if name is None:
         raise CannotTranslate(type(module).__name__)
@@ -283,12 +280,17 @@ def _activate(writer: Writer, module: nn.Module, x: Register, up: Register = NOW
     return writer.write(Op.ACTIVATE, writer.reserve(x.width), x, up, options=options)
 
 
+def _activate_gate(writer: Writer, module: nn.Module, x: Register, up: Register) -> Register:
+    return _activate(writer, cast(Gated, module).activation, x, up)
+
+
 TRANSLATIONS: dict[type[nn.Module], Callable[..., Register]] = {
     nn.Embedding: _embed,
     LearnedPositions: _embed_positions,
     **dict.fromkeys((nn.Identity, nn.Dropout, Unchanged), _keep),
     **dict.fromkeys((Multiplier, RoundedMultiplier), _scale),
-    **dict.fromkeys((Gated, *NATIVE_ACTIVATIONS), _activate),
+    **dict.fromkeys(NATIVE_ACTIVATIONS, _activate),
+    Gated: _activate_gate,
     StreamedLinear: linear,
     QuantizedLinear: packed_linear,
     **dict.fromkeys((LoraLinear, LoraQuantizedLinear), adapted),

@@ -189,8 +189,18 @@ def make_rotation(rope: RopeConfig, head_dim: int) -> "Rotation":
     return kind(rope, head_dim)
 
 
+def rotation_precision(module: nn.Module) -> str | None:
+    """The precision that a rotation's own class declares, not a base class; None otherwise."""
+    return vars(type(module)).get("precision")
+
+
 class Rotation(nn.Module):
-    """Applies RoPE to queries or keys."""
+    """Applies RoPE to queries or keys.
+
+    A class declares `precision` if it computes exactly the rotation of its `rope` in it.
+    """
+
+    precision: ClassVar[str] = "native"
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         super().__init__()
@@ -206,6 +216,8 @@ class Rotation(nn.Module):
 
 class Float32Rotation(Rotation):
     """Applies RoPE in float32 and casts the result back to the dtype of the input."""
+
+    precision = "float32"
 
     def forward(self, x: Queries, context: Context) -> Queries:
         return super().forward(x.float(), context).to(x.dtype)

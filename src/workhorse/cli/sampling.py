@@ -1,13 +1,15 @@
 """Functions for the verbs `generate` and `chat`: sampling flags, prompts, and speed."""
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
 
 from workhorse.cli.output import warn
+from workhorse.generate.options import Row, table
 
 if TYPE_CHECKING:
     from workhorse.generate import Completion, Delta, GenerationConfig
@@ -115,87 +117,42 @@ def _biases(_context: click.Context, _option: click.Parameter, given: tuple[str,
     return biases or None
 
 
-_FLAGS = (
-    click.option(
-        "--max-new-tokens", type=int, help="Maximum number of new tokens.  [default: 128]"
-    ),
-    click.option(
-        "--temperature",
-        type=float,
-        help="Below 1: less varied; above 1: more varied; 0: greedy.  [default: 1.0]",
-    ),
-    click.option("--top-k", type=int, help="Sample only from the k most likely tokens."),
-    click.option(
-        "--top-p",
-        type=float,
-        help="Sample only from the most likely tokens that together have probability p.",
-    ),
-    click.option(
-        "--min-p", type=float, help="Exclude tokens less likely than p times the most likely one."
-    ),
-    click.option(
-        "--repetition-penalty",
-        type=float,
-        help="Above 1: tokens in the prompt or the new text become less likely.",
-    ),
-    click.option(
-        "--presence-penalty",
-        type=float,
-        help="Subtracted once from the logit of every token in the new text.",
-    ),
-    click.option(
-        "--frequency-penalty",
-        type=float,
-        help="Subtracted from a token's logit for each time it occurs in the new text.",
-    ),
-    click.option(
-        "--logit-bias",
-        multiple=True,
-        metavar="ID=VALUE",
-        callback=_biases,
-        help="Added to the logit of a token id. Repeatable.",
-    ),
-    click.option("--seed", type=int, help="Random seed; the same seed gives the same completion."),
-    click.option(
-        "--stop",
-        multiple=True,
-        metavar="TEXT",
-        help="Stop before this string or special token. Repeatable.",
-    ),
-    click.option(
-        "--speculate",
-        type=int,
-        metavar="N",
-        help="Speculative decoding: guess N tokens at a time and verify them in one forward pass."
-        " The guesses come from --draft, or from repetitions in the text so far. The output stays"
-        " the same; when sampling with --draft, its distribution stays the same.",
-    ),
-    click.option(
-        "--exact",
-        is_flag=True,
-        default=None,
-        help="Make results bitwise independent of the batch and the cache. Without native steps,"
-        " prompts and decode steps are then processed one by one.",
-    ),
-    click.option(
-        "--truncate",
-        type=click.Choice(["refuse", "left"]),
-        help="When the context is full: with refuse, a longer prompt is an error and a completion"
-        " ends; with left, the oldest tokens are dropped."
-        "  [default: refuse]",
-    ),
-)
-
-
-def sampling_options(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the sampling flags, such as `--temperature`, to a verb.
+def sampling_options(verb: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that adds the flags of a verb's options, such as `--temperature`.
 
     The verb's function gets a parameter for each flag, named like the field of `GenerationConfig`;
     it is None if the flag is not given.
     """
-    for option in reversed(_FLAGS):
-        verb = option(verb)
-    return verb
+    rows = [(name, row) for name, row in table().items() if verb in row.option.verbs]
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name, row in reversed(rows):
+            function = _flag(name, row)(function)
+        return function
+
+    return add
+
+
+def _flag(name: str, row: Row) -> Callable[..., Any]:
+    """Return the decorator that adds the flag of an option to a verb."""
+    text = re.sub("^True (to|for) (.)", lambda found: found[2].upper(), row.help).replace("`", "")
+    kind, inside = get_origin(row.type) or row.type, get_args(row.type)
+    how: dict[str, Any] = {"type": row.type, "metavar": row.option.metavar}
+    if kind is bool:
+        how = {"is_flag": True, "default": None}
+    elif kind is dict:
+        how |= {"type": str, "multiple": True, "callback": _biases}
+    elif kind is tuple:
+        how |= {"type": inside[0], "multiple": True}
+    elif kind is Literal:
+        how["type"] = click.Choice(inside)
+    elif inside:  # the type, or None
+        how["type"] = inside[0]
+    if how.get("multiple"):
+        text += " Repeatable."
+    elif row.default is not None and "is_flag" not in how:
+        text += f"  [default: {row.default}]"
+    return click.option(f"--{name.replace('_', '-')}", *row.option.also, name, help=text, **how)
 
 
 def draft_options(verb: Callable[..., Any]) -> Callable[..., Any]:

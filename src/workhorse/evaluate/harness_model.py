@@ -20,14 +20,15 @@ from workhorse.errors import WorkhorseError, nearest
 from workhorse.evaluate.evaluation import check_causal
 from workhorse.evaluate.scoring import Question, Score, by_length, score
 from workhorse.generate import Completion, GenerationConfig, generate
+from workhorse.generate.options import stored
 from workhorse.model.model import Model
 from workhorse.nn import Decoder
 from workhorse.tokenizers import ChatTemplate
 
-WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+WHEN_SAMPLING = stored("do_sample")
 """Sampling options. With greedy decoding they are ignored, as in the harness."""
 OPTIONS = {
-    **{name: name for name in (*WHEN_SAMPLING, "repetition_penalty")},
+    **{name: name for name in stored("always", "do_sample")},
     "num_beams": "beams",
     "length_penalty": "length_penalty",
     "early_stopping": "early_stopping",

@@ -27,13 +27,6 @@ class Guess:
     None if they were not drawn at random."""
 
 
-_SAMPLING = {
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "logit_bias", "logprobs", "processed_logprobs"),
-}
-"""Names of the sampling options. Requests with equal values of all of them share a `Chooser`."""
-
-
 class Request:
     """A prompt, and the completion that is generated for it.
 
@@ -93,7 +86,7 @@ class Request:
         self.processors = processors
         self.stop_conditions = stop_conditions
         self.copies: list[Request] = []
-        key = config.model_dump_json(include=_SAMPLING)
+        key = config.sampling_key
         # The sums of top-p depend on the shape of the batch.
         self.sampling_key = f"{index} {key}" if config.exact and config.top_p < 1 else key
         self.is_at_fault = False

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import workhorse
 from workhorse.errors import WorkhorseError
+from workhorse.generate.options import served, table
 from workhorse.serve import completing, responses
 from workhorse.serve.answers import TokenText
 from workhorse.serve.engine_client import EngineClient
@@ -80,10 +81,6 @@ def create_app(
     return gate
 
 
-DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Sampling options of a model that has no others."""
-
-
 def _checker() -> "GrammarChecker | None":
     """Return the checker of grammars; None if llguidance is not installed."""
     if find_spec("llguidance") is None:
@@ -102,12 +99,12 @@ def _add_routes(app: FastAPI, server: Server, facts: ModelFacts, gate: Gate) -> 
         "parent": None,
         "max_model_len": facts.context,
         "trained_to_chat": facts.trained_to_chat,
-        "sampling": DEFAULTS | facts.sampling,
+        "sampling": {name: table()[name].default or 0 for name in served()} | facts.sampling,
         "stop_tokens": facts.stop_tokens,
         "reply_stop_tokens": facts.reply_stop_tokens,
     }
     of_adapters = [model | {"id": name, "parent": server.name} for name in server.adapters]
-    served = {one["id"]: one for one in (model, *of_adapters)}
+    by_name = {one["id"]: one for one in (model, *of_adapters)}
     for_browsers = page()
 
     @app.get("/", include_in_schema=False)
@@ -135,13 +132,13 @@ def _add_routes(app: FastAPI, server: Server, facts: ModelFacts, gate: Gate) -> 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """List the model, and its adapters."""
-        return {"object": "list", "data": [*served.values()]}
+        return {"object": "list", "data": [*by_name.values()]}
 
     @app.get("/v1/models/{id:path}")
     async def model_by_id(id: str) -> dict[str, Any]:
         """Describe a model."""
         server.check_model(id)
-        return served[id]
+        return by_name[id]
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:

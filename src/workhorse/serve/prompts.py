@@ -12,6 +12,7 @@ from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig
 from workhorse.generate.conversation import ChatFormat, TemplateFormat, TranscriptFormat
+from workhorse.generate.options import table
 from workhorse.serve.errors import CONTEXT_EXCEEDED, bad_request
 from workhorse.serve.messages import ModelFacts
 from workhorse.serve.schema import CompletionRequest, Message, Sampling
@@ -197,33 +198,13 @@ class Prompts:
                 "n",
             )
         room = min(facts.context + 1, facts.cache_tokens) - len(prompt)
-        most_new = room if most_new is None else min(most_new, room)
-        given = {name: getattr(body, name) for name in _SAMPLING if getattr(body, name) is not None}
-        options = facts.sampling | given
-        if options.get("top_k") == 0:
-            del options["top_k"]
-        if options.get("temperature") == 0:
-            for name in _ONLY_SAMPLED:
-                options.pop(name, None)
-        elif "top_p" in options:
-            options["top_p"] = max(options["top_p"], LEAST_P)
-        draws, is_chat = options.get("temperature") != 0, not isinstance(body, CompletionRequest)
-        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        ends = facts.reply_stop_tokens if is_chat else facts.stop_tokens
-        special = self.tokenizer.special_tokens
-        named = [special[text] for text in stop if text in special]
+        sampling = self._sampling(body, samples)
         try:
             return GenerationConfig(
-                **options,
-                max_new_tokens=max(1, most_new),
-                presence_penalty=body.presence_penalty,
-                frequency_penalty=body.frequency_penalty,
+                **sampling,
+                **self._ends(body),
+                max_new_tokens=max(1, room if most_new is None else min(most_new, room)),
                 logit_bias=self._bias(body.logit_bias or {}),
-                seed=_seed(body.seed) if draws else None,
-                n_samples=samples if draws else 1,
-                stop=stop + (self._format.stop if is_chat else ()),
-                stop_tokens=(*(() if body.ignore_eos else ends), *named),
-                shown_tokens=self._shown if is_chat else (),
                 exact=facts.is_exact,
                 speculate=facts.speculate,
             )
@@ -233,6 +214,33 @@ class Prompts:
             raise bad_request(str(error), field) from None
         except ValidationError as error:
             raise bad_request(str(error)) from None
+
+    def _sampling(self, body: Sampling, samples: int) -> dict[str, Any]:
+        """Return the options that choose tokens; the request's replace the model's."""
+        options = self._facts.sampling | body.numbers()
+        if options.get("top_k") == 0:
+            del options["top_k"]
+        if options.get("temperature") == 0:
+            rows = table()
+            return {
+                name: one for name, one in options.items() if "greedy" in rows[name].option.read_by
+            }
+        if "top_p" in options:
+            options["top_p"] = max(options["top_p"], LEAST_P)
+        return {**options, "seed": _seed(body.seed), "n_samples": samples}
+
+    def _ends(self, body: Sampling) -> dict[str, Any]:
+        """Return the options that say where a completion ends, and what its text shows."""
+        is_chat = not isinstance(body, CompletionRequest)
+        ends = self._facts.reply_stop_tokens if is_chat else self._facts.stop_tokens
+        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        special = self.tokenizer.special_tokens
+        named = [special[text] for text in stop if text in special]
+        return {
+            "stop": stop + (self._format.stop if is_chat else ()),
+            "stop_tokens": (*(() if body.ignore_eos else ends), *named),
+            "shown_tokens": self._shown if is_chat else (),
+        }
 
     def _bias(self, given: dict[str, float]) -> dict[int, float]:
         bias: dict[int, float] = {}
@@ -246,11 +254,6 @@ class Prompts:
                 )
             bias[int(name)] = value
         return bias
-
-
-_ONLY_SAMPLED = ("top_k", "top_p", "min_p")
-_SAMPLING = ("temperature", *_ONLY_SAMPLED, "repetition_penalty")
-"""Options with a default in `generation_config.json`."""
 
 
 def _check_calls(messages: Sequence[Message]) -> None:

@@ -3,10 +3,19 @@
 import json
 from collections.abc import Mapping
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
+
+from workhorse.generate.options import Served, served, table
 
 MOST_STOPS = 16
 MOST_CHOICES = 128
@@ -183,21 +192,32 @@ class StructuredOutputs(Body):
         return self
 
 
-class Sampling(Body):
+def _field(name: str, served: Served) -> tuple[Any, Any]:
+    """Return the type and the default of the field for an option of the generation."""
+    row = table()[name]
+    kind = int if int in (row.type, *get_args(row.type)) else Number
+    bounds: dict[str, Any] = {"gt" if served.is_above else "ge": served.least, "le": served.most}
+    about = f"Extension: {row.help}" if served.extension else row.help
+    given: Any = Annotated[kind, Field(**bounds)]
+    return given | None, Field(default=None, description=about)
+
+
+_FIELDS: dict[str, Any] = {name: _field(name, one) for name, one in served().items()}
+if TYPE_CHECKING:
+
+    class Numbers(Body):
+        """The numbers of `workhorse.generate.options` that requests can have."""
+else:
+    Numbers = create_model("Numbers", __base__=Body, **_FIELDS)
+
+
+class Sampling(Numbers, Body):
     """The fields that all requests for text share."""
 
     model: str
     """Name of the model, as in /v1/models."""
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    """Divisor of the logits; 0 takes the likeliest token."""
-    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    """Sample only from the likeliest tokens that together have this probability."""
     stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
     """Strings that end a completion. The completion ends before the string."""
-    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
-    """Subtracted once from the logit of each token in the completion."""
-    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
-    """Subtracted from a token's logit for each occurrence in the completion."""
     logit_bias: Annotated[dict[str, Bias], few(MOST_BIASES)] | None = None
     """Added to the logit, by token id."""
     seed: Annotated[int, Field(ge=-LARGEST_SEED, lt=LARGEST_SEED)] | None = None
@@ -205,12 +225,6 @@ class Sampling(Body):
     stream: bool = False
     """True to send the answer as server-sent events."""
     stream_options: ObfuscationOptions | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    """Extension: sample only from the k likeliest tokens; 0: from all."""
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    """Extension: sample only from tokens with this fraction of the likeliest one's probability."""
-    repetition_penalty: Annotated[Number, Field(gt=0, le=1e6)] | None = None
-    """Extension: above 1, tokens in the prompt or the completion become less likely."""
     ignore_eos: bool = False
     """Extension: True to continue after an end-of-sequence token."""
     structured_outputs: StructuredOutputs | None = None
@@ -219,6 +233,11 @@ class Sampling(Body):
     """Extension: True to add `timings` to the answer."""
 
     without_effect = frozenset({"user", "safety_identifier", "prompt_cache_key"})
+
+    def numbers(self) -> dict[str, float]:
+        """Return the options of the generation that this request gives."""
+        given = {name: getattr(self, name) for name in served()}
+        return {name: value for name, value in given.items() if value is not None}
 
     @model_validator(mode="after")
     def _streams(self) -> "Sampling":

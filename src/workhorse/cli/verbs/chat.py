@@ -40,7 +40,7 @@ Ctrl-C stops a reply. Anything else is a message to the model."""
     metavar="NAME",
     help="The chat template, if the tokenizer has several.  [default: default]",
 )
-@sampling_options
+@sampling_options("chat")
 @draft_options
 @json_option
 def command(

@@ -52,39 +52,9 @@ SHOWN_PROMPT = 40
     metavar="FILE",
     help="A text file with one prompt, or a .jsonl file with a `prompt` in each line.",
 )
-@sampling_options
+@sampling_options("generate")
 @draft_options
-@click.option(
-    "--n-samples", "--samples", "n_samples", type=int, help="Completions per prompt.  [default: 1]"
-)
 @click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-sequence token.")
-@click.option(
-    "--logprobs",
-    type=int,
-    help="With --json: log-probability of each token, and of the N most likely tokens at its"
-    " position.",
-)
-@click.option(
-    "--processed-logprobs",
-    is_flag=True,
-    default=None,
-    help="With --logprobs: log-probabilities after bias, penalties, temperature and filters.",
-)
-@click.option(
-    "--prompt-logprobs", type=int, help="With --json: the same for the tokens of the prompt."
-)
-@click.option(
-    "--beams",
-    type=int,
-    help="Beam search with this number of hypotheses, for the most likely completion.",
-)
-@click.option("--length-penalty", type=float, help="With --beams: higher favours longer output.")
-@click.option(
-    "--early-stopping",
-    is_flag=True,
-    default=None,
-    help="With --beams N: stop once N hypotheses are finished, even if better ones could follow.",
-)
 @click.option(
     "--batch-size",
     type=click.IntRange(1, MOST_ROWS),

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -25,6 +24,7 @@ from workhorse.serve.messages import (
     ModelFacts,
     Stepped,
     packed,
+    unpacked,
 )
 
 COMMAND = (sys.executable, "-P", "-m", "workhorse.serve.engine_process")
@@ -223,7 +223,7 @@ async def _read(reader: asyncio.StreamReader) -> object:
     """Return the next message; None if the connection has ended."""
     try:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        return pickle.loads(await reader.readexactly(length))
+        return unpacked(await reader.readexactly(length))
     except (asyncio.IncompleteReadError, OSError):
         return None
 

@@ -1,10 +1,12 @@
 """Messages between the HTTP process and the process that runs the model, and their transport."""
 
 import contextlib
-import pickle
+import json
 import struct
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
+
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
 from workhorse.data import SequenceStart
 from workhorse.errors import WorkhorseError
@@ -56,7 +58,11 @@ class ModelFacts:
     """The facts about the model that the HTTP process needs."""
 
     name: str
-    tokenizer: Tokenizer
+    tokenizer: Annotated[
+        Tokenizer,
+        PlainValidator(lambda parts: Tokenizer(*parts)),
+        PlainSerializer(lambda one: (one.definition, one.roles, one.chat_templates)),
+    ]
     beginning: SequenceStart
     trained_to_chat: bool
     template: str
@@ -134,10 +140,24 @@ class Stepped:
     seconds: float
 
 
+KINDS: dict[str, TypeAdapter[Any]] = {
+    kind.__name__: TypeAdapter(kind)
+    for kind in (EngineSettings, ModelFacts, Job, Cancel, Failed, Stepped)
+}
+
+
 def packed(message: object) -> bytes:
-    """Return a message as bytes, with its length before it."""
-    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    """Return a message as bytes: its length, its kind, and its fields as JSON."""
+    kind = type(message).__name__
+    # `json` writes infinite log-probabilities as numbers; pydantic would write null.
+    data = f"{kind} {json.dumps(KINDS[kind].dump_python(message, mode='json'))}".encode()
     return LENGTH.pack(len(data)) + data
+
+
+def unpacked(data: bytes) -> Any:
+    """Return the message of `packed` from its bytes after the length."""
+    kind, _, fields = data.partition(b" ")
+    return KINDS[kind.decode()].validate_json(fields)
 
 
 def read(stream: BinaryIO) -> Any:
@@ -148,5 +168,5 @@ def read(stream: BinaryIO) -> Any:
             (length,) = LENGTH.unpack(header)
             data = stream.read(length)
             if len(data) == length:
-                return pickle.loads(data)
+                return unpacked(data)
     return None

@@ -3,8 +3,8 @@
     from workhorse.models import preset
     decoder = preset("gpt2").build()          # random weights
 
-Listing the names does not import torch. `released.yaml` has the models whose `config.json` is
-published; the file of another family is imported when one of its presets is used.
+Listing the names does not import torch. `released.yaml` has models with the fields of their
+`config.json`, `built.yaml` models that a function in `families/` builds.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -24,55 +24,46 @@ if TYPE_CHECKING:
 
 __all__ = ["Preset", "find_preset", "preset", "preset_names", "presets", "search"]
 
-WRITTEN: dict[str, tuple[str, ...]] = {
-    "gpt": ("gpt",),
-    "gpt2": ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
-    "gpt3": (
-        "gpt3-125m",
-        "gpt3-350m",
-        "gpt3-760m",
-        "gpt3-1.3b",
-        "gpt3-2.7b",
-        "gpt3-6.7b",
-        "gpt3-13b",
-        "gpt3-175b",
-    ),
-    "transformer2017": ("transformer-2017", "transformer-2017-big"),
-    "llama": ("llama-7b", "llama-13b", "llama-30b", "llama-65b"),
-    "llama2": ("llama-2-7b", "llama-2-13b", "llama-2-34b", "llama-2-70b"),
-    "olmo": ("olmo-1b", "olmo-7b", "olmo-65b"),
-    "falcon": ("falcon-7b", "falcon-40b", "falcon-180b"),
-    "gemma": ("gemma-2b", "gemma-7b"),
-    "palm": ("palm-8b", "palm-62b", "palm-540b"),
-    "mpt": ("mpt-7b", "mpt-7b-storywriter", "mpt-30b"),
-}
-"""Names of the presets in `PRESETS` of each module `workhorse.models.families.<family>`."""
+FILES = ("built", "released")
+ABOUT = ("parameters", "exactness", "source", "printed", "notes")
+"""The fields of a size that describe it, as in `Preset`. All others determine its config."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """PyYAML's loader in C, which is much faster, if PyYAML was built with libyaml."""
 
 
 @cache
-def released() -> list[dict[str, Preset]]:
-    """The presets of models whose `config.json` is published, grouped by source."""
-    text = (Path(__file__).parent / "released.yaml").read_text(encoding="utf-8")
-    return [_group(**release) for release in yaml.load(text, LOADER)]
+def _groups() -> list[dict[str, Preset]]:
+    """All presets, grouped by source."""
+    texts = ((Path(__file__).parent / f"{name}.yaml").read_text("utf-8") for name in FILES)
+    return [_group(**group) for text in texts for group in yaml.load(text, LOADER)]
 
 
 def _group(
-    model_type: str,
     source: str,
     sizes: dict[str, dict[str, Any]],
-    exactness: Literal["released", "derived"] = "released",
+    *,
+    model_type: str = "",
+    builder: str = "",
+    exactness: str = "released",
     shared: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Preset]:
+    """The presets of one source: of `model_type`, or built by a function named `builder`."""
     found: dict[str, Preset] = {}
     for name, size in sizes.items():
-        fields: dict[str, Any] = {"model_type": model_type, **shared, **size}
-        parameters, printed = fields.pop("parameters"), fields.pop("printed")
-        notes = tuple(fields.pop("notes", ()))
-        make = partial(_read, fields)
-        found[name] = Preset(name, make, parameters, exactness, source, printed, notes, fields)
+        fields: dict[str, Any] = {"source": source, "exactness": exactness, **shared, **size}
+        about = {key: fields.pop(key) for key in ABOUT if key in fields}
+        about["notes"] = tuple(about.get("notes", ()))
+        if builder:
+            found[name] = Preset(name, partial(_build, builder, fields), **about)
+        else:
+            fields = {"model_type": model_type, **fields}
+            found[name] = Preset(name, partial(_read, fields), released=fields, **about)
     return found
+
+
+def _build(builder: str, arguments: dict[str, Any]) -> "DecoderConfig":
+    module = importlib.import_module(f"workhorse.models.families.{builder}")
+    return getattr(module, builder)(**arguments)
 
 
 def _read(fields: dict[str, Any]) -> "DecoderConfig":
@@ -81,15 +72,9 @@ def _read(fields: dict[str, Any]) -> "DecoderConfig":
     return family(fields["model_type"]).read(Fields(fields))
 
 
-def _written(family: str) -> dict[str, Preset]:
-    module = importlib.import_module(f"workhorse.models.families.{family}")
-    found: tuple[Preset, ...] = module.PRESETS
-    return {preset.name: preset for preset in found}
-
-
 def groups() -> list[list[str]]:
     """Preset names, grouped by family or source. Does not import torch."""
-    return [[*names] for names in (*WRITTEN.values(), *released())]
+    return [[*group] for group in _groups()]
 
 
 def preset_names() -> list[str]:
@@ -112,19 +97,14 @@ def find_preset(name: str) -> Preset:
     Raises:
         WorkhorseError: no preset has that name.
     """
-    for group in released():
-        if str(name) in group:
-            return group[str(name)]
-    for family, names in WRITTEN.items():
-        if name in names:
-            return _written(family)[name]
+    if found := presets().get(str(name)):
+        return found
     raise WorkhorseError(f"no preset {name!r}; {nearest(str(name), preset_names())}")
 
 
 def presets() -> dict[str, Preset]:
     """All presets by name. Each config is built on first access."""
-    found = [*map(_written, WRITTEN), *released()]
-    return {name: preset for group in found for name, preset in group.items()}
+    return {name: preset for group in _groups() for name, preset in group.items()}
 
 
 def search(text: str = "") -> list[list[str]]:

@@ -1,6 +1,5 @@
 """Falcon: The Falcon Series of Open Language Models (Almazrouei et al., 2311.16867)."""
 
-from functools import partial
 from typing import Literal
 
 from workhorse import nn
@@ -10,7 +9,6 @@ from workhorse.models.huggingface.family import Data, Family, equals
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.moves import same
 from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
-from workhorse.models.preset import Preset
 
 
 def falcon(
@@ -46,46 +44,6 @@ def falcon(
         head=nn.HeadConfig(tied=True),
         init=nn.NormalInitConfig(std=0.02, residual="plain"),
     )
-
-
-SOURCE = "2311.16867 §5; the released config.json"
-TIED = "The head is tied, but the released files hold a second copy of its matrix: {stored} in all."
-
-PRESETS = (
-    Preset(
-        "falcon-7b",
-        partial(falcon, d_model=4544, n_layers=32, n_heads=71, n_kv_heads=1, norms=1),
-        parameters=6_921_720_704,
-        exactness="released",
-        printed="7B",
-        source=SOURCE,
-        notes=(TIED.format(stored="7,217,189,760"),),
-    ),
-    Preset(
-        "falcon-40b",
-        partial(falcon, d_model=8192, n_layers=60, n_heads=128, n_kv_heads=8, norms=2),
-        parameters=41_303_293_952,
-        exactness="released",
-        printed="40B",
-        source=SOURCE,
-        notes=(
-            TIED.format(stored="41,835,970,560"),
-            "Printed as 40B; the released model has 41.3B.",
-        ),
-    ),
-    Preset(
-        "falcon-180b",
-        partial(falcon, d_model=14848, n_layers=80, n_heads=232, n_kv_heads=8, norms=2),
-        parameters=178_557_088_768,
-        exactness="released",
-        printed="180B",
-        source=SOURCE,
-        notes=(
-            TIED.format(stored="179,522,565,120"),
-            "Printed as 180B, which counts the copy in the files; the model has 178.6B.",
-        ),
-    ),
-)
 
 
 NAMES = {"intermediate_size": "ffn_hidden_size", "hidden_act": "activation"}

@@ -5,7 +5,6 @@ Also reads Gemma 2 (2408.00118), Gemma 3 (2503.19786) and VaultGemma (2510.15001
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from workhorse import nn
@@ -14,7 +13,6 @@ from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.models.preset import Preset
 
 
 def gemma(
@@ -54,38 +52,6 @@ def gemma(
         head=nn.HeadConfig(tied=True),
         init=nn.NormalInitConfig(std=0.02, residual="plain"),
     )
-
-
-SOURCE = "2403.08295 Tables 1 and 2; the released config.json"
-REPORT = (
-    "The report prints a vocabulary of 256,128, with which its Table 2 agrees; the released "
-    "embedding has 256,000 rows.",
-    "The report counts the feed-forward's two input branches together: twice the width here.",
-    "The report describes norms on input and output of each sub-layer; the released model has "
-    "only norms on the input (Gemma 2 has both).",
-    "Early configs say 'gelu', the exact form; the model was trained with the tanh form.",
-)
-
-PRESETS = (
-    Preset(
-        "gemma-2b",
-        partial(gemma, d_model=2048, n_layers=18, n_heads=8, n_kv_heads=1, d_ff=16384),
-        parameters=2_506_172_416,
-        exactness="released",
-        printed="2B",
-        source=SOURCE,
-        notes=("Named 2B; it has 2.51B, or 1.98B without the embedding.", *REPORT),
-    ),
-    Preset(
-        "gemma-7b",
-        partial(gemma, d_model=3072, n_layers=28, n_heads=16, n_kv_heads=16, d_ff=24576),
-        parameters=8_537_680_896,
-        exactness="released",
-        printed="7B",
-        source=SOURCE,
-        notes=("Named 7B; it has 8.54B, or 7.75B without the embedding.", *REPORT),
-    ),
-)
 
 
 TANH = "gelu_pytorch_tanh"

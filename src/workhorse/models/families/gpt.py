@@ -1,7 +1,5 @@
 """GPT: Improving Language Understanding by Generative Pre-Training (Radford et al., 2018)."""
 
-from functools import partial
-
 from workhorse import nn
 from workhorse.config.base import ConfigError
 from workhorse.errors import nearest
@@ -10,7 +8,6 @@ from workhorse.models.huggingface import gpt_like, llama_like
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.moves import instead, same
-from workhorse.models.preset import Preset
 
 
 def gpt(
@@ -41,22 +38,6 @@ def gpt(
         head=nn.HeadConfig(tied=True),
         init=nn.NormalInitConfig(std=0.02, residual="plain"),
     )
-
-
-PRESETS = (
-    Preset(
-        "gpt",
-        partial(gpt, d_model=768, n_layers=12, n_heads=12),
-        parameters=116_534_784,
-        exactness="released",
-        source="Radford et al. 2018 §4.1; openai/finetune-transformer-lm (vocabulary 40,478)",
-        notes=(
-            "The paper prints no count. The 117M often quoted for it is this count, rounded.",
-            "The vocabulary is 40,000 merges over 478 base symbols; the tokens that fine-tuning "
-            "adds are not part of it.",
-        ),
-    ),
-)
 
 
 ACTIVATIONS: dict[str, nn.ActivationName] = {

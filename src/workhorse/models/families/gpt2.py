@@ -1,13 +1,10 @@
 """GPT-2: Language Models are Unsupervised Multitask Learners (Radford et al., 2019)."""
 
-from functools import partial
-
 from workhorse import nn
 from workhorse.models.huggingface import llama_like
 from workhorse.models.huggingface.family import Family, differs
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.moves import joined, same, then_transposed, transposed
-from workhorse.models.preset import Preset
 
 
 def gpt2(
@@ -40,53 +37,6 @@ def gpt2(
         head=nn.HeadConfig(tied=True),
         init=nn.NormalInitConfig(std=0.02, residual="scaled"),
     )
-
-
-SOURCE = "Radford et al. 2019 Table 2; the hparams.json released in openai/gpt-2"
-WRONG_COUNT = (
-    "The paper prints {printed} for a shape with {exact}; the authors' repository says that "
-    "the paper's counts were wrong."
-)
-HEADS = "The paper does not print the number of heads; it is taken from the released hparams.json."
-
-PRESETS = (
-    Preset(
-        "gpt2",
-        partial(gpt2, d_model=768, n_layers=12, n_heads=12),
-        parameters=124_439_808,
-        exactness="released",
-        printed="117M",
-        source=SOURCE,
-        notes=(WRONG_COUNT.format(printed="117M", exact="124.4M"), HEADS),
-    ),
-    Preset(
-        "gpt2-medium",
-        partial(gpt2, d_model=1024, n_layers=24, n_heads=16),
-        parameters=354_823_168,
-        exactness="released",
-        printed="345M",
-        source=SOURCE,
-        notes=(WRONG_COUNT.format(printed="345M", exact="354.8M"), HEADS),
-    ),
-    Preset(
-        "gpt2-large",
-        partial(gpt2, d_model=1280, n_layers=36, n_heads=20),
-        parameters=774_030_080,
-        exactness="released",
-        printed="762M",
-        source=SOURCE,
-        notes=(WRONG_COUNT.format(printed="762M", exact="774.0M"), HEADS),
-    ),
-    Preset(
-        "gpt2-xl",
-        partial(gpt2, d_model=1600, n_layers=48, n_heads=25),
-        parameters=1_557_611_200,
-        exactness="released",
-        printed="1542M",
-        source=SOURCE,
-        notes=(WRONG_COUNT.format(printed="1542M", exact="1557.6M"), HEADS),
-    ),
-)
 
 
 def read(hf: Fields) -> nn.DecoderConfig:

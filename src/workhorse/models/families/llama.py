@@ -1,12 +1,9 @@
 """LLaMA: Open and Efficient Foundation Language Models (Touvron et al., 2302.13971)."""
 
-from functools import partial
-
 from workhorse import nn
 from workhorse.models.huggingface import llama_like
 from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.preset import Preset
 
 
 def llama(
@@ -42,58 +39,6 @@ def llama(
         final_norm=norm,
         init=nn.NormalInitConfig(std=0.02, residual="plain"),
     )
-
-
-SOURCE = "2302.13971 Table 2; the released params.json (feed-forward width, eps, vocabulary)"
-WIDTH = (
-    "The paper gives the feed-forward width as 2/3 · 4d; the released code rounds it up to a "
-    "multiple of 256."
-)
-INIT = "The paper does not give the initialization of weights; normal 0.02 here."
-
-PRESETS = (
-    Preset(
-        "llama-7b",
-        partial(llama, d_model=4096, n_layers=32, n_heads=32, d_ff=11008),
-        parameters=6_738_415_616,
-        exactness="released",
-        printed="6.7B",
-        source=SOURCE,
-        notes=(WIDTH, INIT),
-    ),
-    Preset(
-        "llama-13b",
-        partial(llama, d_model=5120, n_layers=40, n_heads=40, d_ff=13824),
-        parameters=13_015_864_320,
-        exactness="released",
-        printed="13.0B",
-        source=SOURCE,
-        notes=(WIDTH, INIT),
-    ),
-    Preset(
-        "llama-30b",
-        partial(llama, d_model=6656, n_layers=60, n_heads=52, d_ff=17920),
-        parameters=32_528_943_616,
-        exactness="released",
-        printed="32.5B",
-        source=SOURCE,
-        notes=(WIDTH, INIT, "The paper calls it 33B, the released files 30B."),
-    ),
-    Preset(
-        "llama-65b",
-        partial(llama, d_model=8192, n_layers=80, n_heads=64, d_ff=22016, eps=1e-5),
-        parameters=65_285_660_672,
-        exactness="released",
-        printed="65.2B",
-        source=SOURCE,
-        notes=(
-            WIDTH,
-            INIT,
-            "The paper prints 65.2B; the released model has 65.29B.",
-            "Its eps is 1e-5; the smaller sizes have 1e-6.",
-        ),
-    ),
-)
 
 
 def read(hf: Fields) -> nn.DecoderConfig:

@@ -1,7 +1,6 @@
 """MPT: MosaicML's MPT-7B and MPT-30B (2023), as llm-foundry trains them."""
 
 import math
-from functools import partial
 from typing import Literal
 
 from workhorse import nn
@@ -11,7 +10,6 @@ from workhorse.models.huggingface import gpt_like, llama_like
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.moves import joined, same
-from workhorse.models.preset import Preset
 
 
 def mpt(
@@ -43,44 +41,6 @@ def mpt(
         head=nn.HeadConfig(tied=True),
         init=nn.HeInitConfig(embedding_std=math.sqrt(2 / d_model), residual="scaled"),
     )
-
-
-SOURCE = "the released model card and config.json"
-CARD = "The card prints 6.7B; the released model has 6.65B."
-PADDED = (
-    "The tokenizer has 50,277 tokens; the embedding is padded to 50,432, which is counted.",
-    "The released configs do not clip q, k or v (an early one of the 30B chat model clips at 6).",
-)
-
-PRESETS = (
-    Preset(
-        "mpt-7b",
-        partial(mpt, d_model=4096, n_layers=32, n_heads=32),
-        parameters=6_649_286_656,
-        exactness="released",
-        printed="6.7B",
-        source=SOURCE,
-        notes=(CARD, *PADDED),
-    ),
-    Preset(
-        "mpt-7b-storywriter",
-        partial(mpt, d_model=4096, n_layers=32, n_heads=32, max_seq_len=65536, max_bias=16, clip=6),
-        parameters=6_649_286_656,
-        exactness="released",
-        printed="6.7B",
-        source=SOURCE,
-        notes=(CARD, PADDED[0], "transformers uses ALiBi's maximum bias of 8, not the file's 16."),
-    ),
-    Preset(
-        "mpt-30b",
-        partial(mpt, d_model=7168, n_layers=48, n_heads=64, max_seq_len=8192),
-        parameters=29_957_200_896,
-        exactness="released",
-        printed="29.95B",
-        source=SOURCE,
-        notes=("The card prints 29.95B; the released model has 29.957B.", *PADDED),
-    ),
-)
 
 
 NAMES = {

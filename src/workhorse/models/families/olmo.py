@@ -3,7 +3,6 @@
 Also reads OLMo 2 (2501.00656), OLMo 3 (2512.13961) and the mixture OLMoE (2409.02060).
 """
 
-from functools import partial
 from typing import Any
 
 from workhorse import nn
@@ -12,7 +11,6 @@ from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.moves import instead, same
 from workhorse.models.huggingface.rotation import read_rope
-from workhorse.models.preset import Preset
 
 
 def olmo(
@@ -49,49 +47,6 @@ def olmo(
         head=nn.HeadConfig(tied=tied),
         init=nn.FanInInitConfig(embedding_std=d_model**-0.5, residual="scaled"),
     )
-
-
-SOURCE = "2402.00838 Table 1; the training configs released in allenai/OLMo"
-PADDED = "The tokenizer has 50,280 tokens; the embedding is padded to 50,304, which is counted."
-
-PRESETS = (
-    Preset(
-        "olmo-1b",
-        partial(olmo, d_model=2048, n_layers=16, n_heads=16, d_ff=8192, tied=True),
-        parameters=1_176_764_416,
-        exactness="released",
-        printed="1B",
-        source=SOURCE,
-        notes=(
-            PADDED,
-            "The paper's feed-forward width, 8/3 · d rounded up to a multiple of 128, would be "
-            "5504; the released model has 8192.",
-        ),
-    ),
-    Preset(
-        "olmo-7b",
-        partial(olmo, d_model=4096, n_layers=32, n_heads=32, d_ff=11008),
-        parameters=6_888_095_744,
-        exactness="released",
-        printed="7B",
-        source=SOURCE,
-        notes=(PADDED,),
-    ),
-    Preset(
-        "olmo-65b",
-        partial(olmo, d_model=8192, n_layers=80, n_heads=64, d_ff=22016),
-        parameters=65_584_234_496,
-        exactness="released",
-        printed="65B",
-        source=SOURCE,
-        notes=(
-            PADDED,
-            "Its weights were not released; the training config (mitchish65.yaml) was. That config "
-            "has a feed-forward width of 22,016, which makes 65.58B; the paper's rule, 8/3 · d "
-            "rounded up to a multiple of 128, gives 21,888 and 65.33B.",
-        ),
-    ),
-)
 
 
 def read(hf: Fields) -> nn.DecoderConfig:

@@ -1,10 +1,8 @@
 """PaLM: Scaling Language Modeling with Pathways (Chowdhery et al., 2204.02311)."""
 
 import math
-from functools import partial
 
 from workhorse import nn
-from workhorse.models.preset import Preset
 
 
 def palm(
@@ -41,45 +39,3 @@ def palm(
         head=nn.HeadConfig(tied=True, multiplier=1 / math.sqrt(d_model)),
         init=nn.FanInInitConfig(embedding_std=1.0, residual="plain"),
     )
-
-
-SOURCE = "2204.02311 Table 1"
-SILENT = (
-    "Never released. The paper gives neither LayerNorm's eps (1e-6 here, as in T5X) nor the "
-    "pairing of the rotation (halves here). Its '256k' vocabulary is 256,000: only that matches "
-    "its counts."
-)
-
-PRESETS = (
-    Preset(
-        "palm-8b",
-        partial(palm, d_model=4096, n_layers=32, n_heads=16),
-        parameters=8_632_012_800,
-        exactness="printed",
-        printed="8.63B",
-        source=SOURCE,
-        notes=(SILENT,),
-    ),
-    Preset(
-        "palm-62b",
-        partial(palm, d_model=8192, n_layers=64, n_heads=32),
-        parameters=62_495_662_080,
-        exactness="printed",
-        printed="62.50B",
-        source=SOURCE,
-        notes=(SILENT,),
-    ),
-    Preset(
-        "palm-540b",
-        partial(palm, d_model=18432, n_layers=118, n_heads=48),
-        parameters=540_356_474_880,
-        exactness="printed",
-        printed="540.35B",
-        source=SOURCE,
-        notes=(
-            SILENT,
-            "Its 48 heads of 256 make 12,288, narrower than d_model = 18,432, as printed.",
-            "540.35B is the count without the norms' weights; with them it is 540.356B.",
-        ),
-    ),
-)

@@ -1,10 +1,8 @@
 """The decoder of Attention Is All You Need (Vaswani et al., 1706.03762), without its encoder."""
 
 import math
-from functools import partial
 
 from workhorse import nn
-from workhorse.models.preset import Preset
 
 
 def transformer2017(
@@ -39,38 +37,3 @@ def transformer2017(
         head=nn.HeadConfig(tied=True),
         init=nn.XavierInitConfig(embedding_std=d_model**-0.5, residual="plain"),
     )
-
-
-SOURCE = "1706.03762 Table 3; tensor2tensor's hyperparameters where the paper is silent"
-SILENT = (
-    "Values that the paper does not give are tensor2tensor's: no biases in attention, LayerNorm's "
-    "eps 1e-6, sequences of up to 256 tokens. The vocabulary of 37,000 is the paper's 'about "
-    "37000' (§5.1)."
-)
-WHOLE = (
-    "The paper prints {printed} for encoder and decoder together; its shape and a vocabulary of "
-    "37,000 give {exact}. This preset is the decoder without its attention to the encoder."
-)
-
-PRESETS = (
-    Preset(
-        "transformer-2017",
-        partial(transformer2017, d_model=512, n_layers=6, n_heads=8, d_ff=2048, dropout=0.1),
-        parameters=37_846_016,
-        exactness="derived",
-        source=SOURCE,
-        notes=(WHOLE.format(printed="65M", exact="63.0M"), SILENT),
-    ),
-    Preset(
-        "transformer-2017-big",
-        partial(transformer2017, d_model=1024, n_layers=6, n_heads=16, d_ff=4096, dropout=0.3),
-        parameters=113_440_768,
-        exactness="derived",
-        source=SOURCE,
-        notes=(
-            WHOLE.format(printed="213M", exact="214.2M"),
-            SILENT,
-            "Dropout is 0.3 for English to German and 0.1 for English to French (§6.1); 0.3 here.",
-        ),
-    ),
-)

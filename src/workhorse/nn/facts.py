@@ -7,7 +7,7 @@ norms are in `norms.py`, and those of attention layers are attributes of `SelfAt
 
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
-from typing import ClassVar, Literal, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -28,16 +28,9 @@ Divisions = Mapping[str, Division]
 """The division of submodules and own parameters, by name; those without an entry are replicated."""
 
 
-@runtime_checkable
-class Divided(Protocol):
-    """A module whose class declares how it is divided."""
-
-    division: ClassVar[Divisions]
-
-
 def division_of(module: nn.Module) -> Divisions:
-    """How the submodules and own parameters of a module are divided; empty if none is."""
-    return module.division if isinstance(module, Divided) else {}
+    """The `division` that the module's class declares; empty if none."""
+    return getattr(module, "division", {})
 
 
 class LinearFacts(NamedTuple):
@@ -49,55 +42,34 @@ class LinearFacts(NamedTuple):
     """Size in bytes, of codes and scales if it is quantised."""
 
 
-@runtime_checkable
-class Linear(Protocol):
-    """A linear layer that is not an `nn.Linear`, such as a quantised one or a stack of experts."""
+def linear_facts(module: nn.Module) -> LinearFacts | None:
+    """The facts of a linear layer, also if it is quantised or a stack; None for other modules.
 
-    def linear_facts(self) -> LinearFacts:
-        """Shape and size of the weight."""
-        ...
-
-
-@runtime_checkable
-class Mixture(Protocol):
-    """A mixture of experts: each token uses only a part of the weights of `experts`."""
-
-    experts: nn.Module
-
-    @property
-    def used_share(self) -> Fraction:
-        """The fraction of the experts that each token uses."""
-        ...
-
-
-@runtime_checkable
-class Multiplies(Protocol):
-    """A module that multiplies by the weights of linear submodules itself."""
-
-    multiplied_here: ClassVar[tuple[str, ...]]
-
-
-def multiplied_by_owner(root: nn.Module) -> set[nn.Module]:
-    """The linear layers whose weights their owners multiply by, so that none may be replaced."""
-    owners = (part for part in root.modules() if isinstance(part, Multiplies))
-    return {owner.get_submodule(name) for owner in owners for name in owner.multiplied_here}
+    Classes that are not `nn.Linear` declare a property `linear_facts`.
+    """
+    if isinstance(module, nn.Linear):
+        return LinearFacts(module.weight.shape, module.weight.nbytes)
+    return getattr(module, "linear_facts", None)
 
 
 def linear_layers(root: nn.Module) -> Iterator[tuple[str, LinearFacts, Fraction]]:
-    """Yield all linear layers of a model.
+    """Yield all linear layers of a model: name, facts, and the share of it that a token uses.
 
-    Yields:
-        path: name of the layer.
-        facts: shape and size of its weight.
-        share: the fraction of the weight that multiplies a token, below 1 for routed experts.
+    The share is below 1 for routed experts: the `used_share` that a mixture of experts declares.
     """
-    shares: dict[object, Fraction] = {}
-    named = cast(Iterable[tuple[str, nn.Module]], root.named_modules())
-    for path, module in named:  # a mixture comes before its experts
-        if isinstance(module, Mixture):
-            shares.update(dict.fromkeys(module.experts.modules(), module.used_share))
-        share = shares.get(module, Fraction(1))
-        if isinstance(module, nn.Linear):
-            yield path, LinearFacts(module.weight.shape, module.weight.nbytes), share
-        elif isinstance(module, Linear):
-            yield path, module.linear_facts(), share
+    shares: dict[nn.Module, Fraction] = {}
+    for path, module in cast(Iterable[tuple[str, nn.Module]], root.named_modules()):
+        share: Fraction | None = getattr(module, "used_share", None)
+        if share is not None:  # a mixture comes before its experts
+            shares.update(dict.fromkeys(module.get_submodule("experts").modules(), share))
+        if facts := linear_facts(module):
+            yield path, facts, shares.get(module, Fraction(1))
+
+
+def multiplied_by_owner(root: nn.Module) -> set[nn.Module]:
+    """The linear layers that their owners declare as `multiplied_here`; none may be replaced."""
+    return {
+        owner.get_submodule(name)
+        for owner in root.modules()
+        for name in getattr(owner, "multiplied_here", ())
+    }

@@ -256,6 +256,7 @@ class QuantizedWeight(nn.Module):
         """Bytes of codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
+    @property
     def linear_facts(self) -> LinearFacts:
         return LinearFacts(self.shape, self.nbytes)
 

@@ -75,6 +75,7 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(groups, out_features, in_features))
         self.bias = nn.Parameter(torch.empty(groups, out_features)) if bias else None
 
+    @property
     def linear_facts(self) -> LinearFacts:
         return LinearFacts(self.weight.shape, self.weight.nbytes)
 

@@ -100,8 +100,7 @@ def active_parameters(config: DecoderConfig) -> int:
     total = Fraction(0)
     for path, _, block, number in _parameters(config):
         mixture = block.mixture if block and _is_of_experts(path) else None
-        share = Fraction(mixture.top_k, mixture.n_experts) if mixture else 1
-        total += number * share
+        total += number * (mixture.used_share if mixture else 1)
     return int(total)
 
 

@@ -19,7 +19,7 @@ from workhorse.native import Decoding, Operators
 from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import Sdpa
 from workhorse.nn.attention.masks import AttentionPattern, Placement, slopes_of_distance
-from workhorse.nn.attention.self_attention import SelfAttention
+from workhorse.nn.blocks import Block
 from workhorse.nn.cache.paged import InBlocks
 from workhorse.nn.shapes import AttentionOutput, Keys, Queries, Values
 from workhorse.nn.surgery import as_subclass, replace_modules
@@ -30,8 +30,8 @@ def attend_natively(decoder: Decoder, decoding: Decoding) -> None:
 
     Training, other caches, and prompts without ALiBi still use PyTorch.
     """
-    attentions = (part for part in decoder.modules() if isinstance(part, SelfAttention))
-    served = {part.kernel for part in attentions if part.attends_to_stored}
+    attentions = [cast(Block, block).attention for block in decoder.layers]
+    served = {attention.kernel for attention in attentions if attention.attends_to_stored}
 
     def choose(module: nn.Module) -> nn.Module:
         replaced = type(module) is Sdpa and module in served

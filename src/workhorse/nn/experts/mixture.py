@@ -159,6 +159,11 @@ class MoEConfig(GatedConfig):
                 f"activation={self.activation} and clamped exclude each other; remove one"
             )
 
+    @property
+    def used_share(self) -> Fraction:
+        """The fraction of the experts that each token uses."""
+        return Fraction(self.top_k, self.n_experts)
+
     def combine(self) -> nn.Module:
         return Gated(self.activation) if self.clamped is None else self.clamped.combine()
 
@@ -175,6 +180,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, d_model: int, config: MoEConfig) -> None:
         super().__init__()
         self.router = config.router.build(d_model, config.n_experts, config.top_k)
+        self.used_share = config.used_share
         self.experts = Experts(
             d_model,
             config.d_ff,
@@ -190,11 +196,6 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Hidden) -> Hidden:
         return self.output_norm(self.multiply(self.mix(x)))
-
-    @property
-    def used_share(self) -> Fraction:
-        """The fraction of the experts that each token uses."""
-        return Fraction(self.router.top_k, self.router.n_experts)
 
     def mix(self, x: Hidden) -> Hidden:
         """The weighted sum of the experts' outputs, before `multiplier` and `output_norm`."""

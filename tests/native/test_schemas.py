@@ -102,7 +102,7 @@ def feed(dtype: torch.dtype) -> Arguments:
     norm = (randn(8)(dtype), None, 0.0, 1e-6, True, False)
     attended = randn(3, 6)(dtype)
     firsts = [first, first + 1], [None, randn(5)(dtype)]
-    return x, attended, output, None, *norm, *firsts, down, None, act.table, act.name
+    return x, attended, output, None, *norm, *firsts, down, None, act.table, act.name, True
 
 
 def feed_backward(dtype: torch.dtype) -> Arguments:
@@ -111,7 +111,8 @@ def feed_backward(dtype: torch.dtype) -> Arguments:
     x, output, first, down = (randn(*shape)(dtype) for shape in ((3, 8), (8, 6), (5, 8), (8, 5)))
     norm = (torch.ones(3, 2), randn(8)(dtype), 0.0, True)
     hidden = [randn(3, 5)(dtype), randn(3, 5)(dtype)]
-    return x, x + 1, *norm, output, [first, first + 1], hidden, down, act.table, act.name
+    matrices = output, [first, first + 1], hidden, down
+    return x, x + 1, *norm, *matrices, act.table, act.name, True
 
 
 CASES: dict[str, tuple[str, str, Callable[[torch.dtype], Arguments]]] = {
@@ -159,7 +160,7 @@ CASES: dict[str, tuple[str, str, Callable[[torch.dtype], Arguments]]] = {
         "vectors",
         "norm_project",
         lambda d: (
-            *(randn(3, 8)(d), randn(8)(d), None, 0.0, 1e-6, True, False),
+            *(randn(3, 8)(d), randn(3, 8)(d), randn(8)(d), None, 0.0, 1e-6, True, False),
             [randn(5, 8)(d), randn(7, 8)(d)],
             [None, randn(7)(d)],
         ),
@@ -170,7 +171,8 @@ CASES: dict[str, tuple[str, str, Callable[[torch.dtype], Arguments]]] = {
         lambda d: (
             [randn(3, 5)(d), randn(3, 7)(d)],
             [randn(5, 8)(d), randn(7, 8)(d)],
-            *(randn(3, 8)(d), torch.ones(3, 2), randn(8)(d), randn(3, 8)(d), 0.0, True),
+            *(randn(3, 8)(d), torch.ones(3, 2), randn(8)(d), randn(3, 8)(d), randn(3, 8)(d)),
+            *(0.0, True),
         ),
     ),
     "feed": ("vectors", "feed", feed),

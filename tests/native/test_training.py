@@ -8,7 +8,9 @@ import torch.nn.functional as F
 
 from tests.native.machine import TRAINING, needs
 from tests.train.conftest import MODEL
-from workhorse.execute.native_training.attention import TrainingSdpa, replace_attention
+from workhorse.execute.lower.train import train_natively
+from workhorse.execute.native_training.attention import TrainingSdpa
+from workhorse.native import Operators
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.kernels import Scoring, Sdpa
 from workhorse.nn.attention.masks import AttentionPattern, Placement
@@ -218,7 +220,7 @@ def test_kernels_are_replaced_from_outside_and_weights_stay() -> None:
     names = [name for name, _ in decoder.named_parameters()]
     tokens = torch.randint(11, (2, 8))
     before = decoder(tokens)
-    replace_attention(decoder, TRAINING)
+    train_natively(decoder, Operators(training=TRAINING))
     assert all(type(layer.attention.kernel) is TrainingSdpa for layer in decoder.layers)
     assert [name for name, _ in decoder.named_parameters()] == names
     torch.testing.assert_close(decoder(tokens), before)

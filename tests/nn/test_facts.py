@@ -9,7 +9,7 @@ from torch import nn
 from tests.native.machine import OPERATORS, needs
 from tests.nn.paged import paged
 from workhorse.execute.choose import decoding_body
-from workhorse.execute.native_training import train_natively
+from workhorse.execute.lower.train import train_natively
 from workhorse.execute.native_training.norms import NativeNorm
 from workhorse.generate import GenerationConfig, generate
 from workhorse.models.describe import components_of, forward_flops

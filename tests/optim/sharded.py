@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.train.conftest import MODEL
 from workhorse.data import Batch
-from workhorse.execute.native_training import train_natively
+from workhorse.execute.lower.train import train_natively
 from workhorse.native import Operators, resolve
 from workhorse.nn import DecoderConfig
 from workhorse.optim.adamw import AdamWConfig

@@ -12,7 +12,8 @@ from tests.train.conftest import MODEL
 from tests.train.step.test_step import CPU
 from workhorse.data import Batch
 from workhorse.devices.instructions import SWITCH
-from workhorse.execute.native_training import replace_embeddings, train_natively
+from workhorse.execute.lower.train import train_natively
+from workhorse.execute.native_training.vocabulary import replace_embeddings
 from workhorse.native import Operators, Training
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.products import Multiply, product

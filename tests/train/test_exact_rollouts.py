@@ -86,6 +86,20 @@ DEMO["blocks"]["main"] |= {
 }
 
 
+WIRINGS: dict[str, dict[str, Any]] = {
+    "pre": {},
+    "normed residual": {"norm_residual": True},
+    **{kind: {"kind": f"{kind}_norm"} for kind in ("post", "reordered", "sandwich")},
+    "parallel": {"kind": "parallel"},
+    "parallel, two norms": {"kind": "parallel", "norms": 2},
+}
+
+
+def wired(name: str) -> dict[str, Any]:
+    """LLAMA with another wiring."""
+    return LLAMA | {"blocks": {"main": LLAMA["blocks"]["main"] | WIRINGS[name]}}
+
+
 class Pair:
     """A model's exact decoding body, and its training body."""
 
@@ -158,7 +172,9 @@ def differing(pair: Pair, rows: int, seq: int, vocab: int) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("fields", [LLAMA, GPT, MPT, DEMO], ids=["llama", "gpt", "mpt", "demo"])
+@pytest.mark.parametrize(
+    "fields", [GPT, MPT, DEMO, *map(wired, WIRINGS)], ids=["gpt", "mpt", "demo", *WIRINGS]
+)
 def test_decoding_has_the_bits_of_training(fields: dict[str, Any], dtype: str) -> None:
     """Also with sums of more elements than a gemm adds up at once, and an odd length."""
     pair = Pair(DecoderConfig.from_dict(fields), dtype, 23)

@@ -11,7 +11,7 @@ from tests.nn.grid import CAUSAL
 from workhorse.checkpoints import weights_of
 from workhorse.errors import WorkhorseError
 from workhorse.execute.body import body_of
-from workhorse.execute.native_training import train_natively
+from workhorse.execute.lower.train import train_natively
 from workhorse.execute.training import checkpoint_activations
 from workhorse.models.families.llama import llama
 from workhorse.native import Operators

@@ -16,7 +16,7 @@ from tests.nn.paged import paged
 from workhorse.data import Batch
 from workhorse.execute.choose import decoding_body
 from workhorse.execute.compiled.compiled_step import CompiledDecoder
-from workhorse.execute.native_training import train_natively
+from workhorse.execute.lower.train import train_natively
 from workhorse.execute.native_training.vocabulary import replace_embeddings
 from workhorse.execute.training import checkpoint_activations
 from workhorse.models.families.llama import llama

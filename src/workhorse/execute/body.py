@@ -9,6 +9,7 @@ so every body computes with the values that training writes.
 # pyright: reportPrivateUsage=false
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Literal, TypeVar, cast, get_args
 
 from torch import Tensor, nn
@@ -24,6 +25,15 @@ without a native operator, with CUDA graphs on CUDA. `auto`: `native` if possibl
 `reference`."""
 EXECUTIONS: tuple[Execution, ...] = get_args(Execution)
 Root = TypeVar("Root", bound=nn.Module)
+
+
+class NativeModule(nn.Module):
+    """A mixin for modules of a body that native operators compute."""
+
+    def computed(self) -> Iterable[nn.Module]:
+        """The modules that native operators compute when this module is called."""
+        return self.modules()
+
 
 _HOOKS = (
     "_forward_hooks",
@@ -47,7 +57,7 @@ def body_of(reference: Root) -> Root:
     """
     assert not is_body(reference), "a body is made from the reference"
     check_own_weights(reference)
-    body = _copy(reference)
+    body = copied(reference)
     for decoder in decoders_in(body):
         mark_body(decoder)
     return body
@@ -60,7 +70,7 @@ def sharing_copy(reference: Decoder) -> Decoder:
     """
     assert not is_body(reference), "a reference is copied"
     check_own_weights(reference)
-    made = _copy(reference)
+    made = copied(reference)
     mark_sharing(made)
     return made
 
@@ -90,14 +100,19 @@ def with_parameters_of(reference: Root, other: nn.Module) -> Root:
         reference: the module tree as built; its own parameters may have no data.
         other: a body of `reference` whose parameters were replaced, for example sharded by FSDP.
     """
-    made = _copy(reference)
+    made = copied(reference)
     for name, module in made.named_modules():
         module._parameters = other.get_submodule(name)._parameters.copy()
     return made
 
 
-def _copy(root: Root, copies: dict[nn.Module, nn.Module] | None = None) -> Root:
-    """Copy a module tree; `copies` holds the modules that were copied already."""
+def copied(root: Root, copies: dict[nn.Module, nn.Module] | None = None) -> Root:
+    """Copy a module tree, with the same parameters and without hooks.
+
+    Args:
+        root: root of the tree.
+        copies: the modules that were copied already, with their copies; new copies are added.
+    """
     copies = {} if copies is None else copies
     if root not in copies:
         made = copies[root] = type(root).__new__(type(root))
@@ -108,7 +123,7 @@ def _copy(root: Root, copies: dict[nn.Module, nn.Module] | None = None) -> Root:
         made._buffers = root._buffers.copy()
         # An empty container is falsy, so the test is for None.
         made._modules = {
-            name: None if child is None else _copy(child, copies)
+            name: None if child is None else copied(child, copies)
             for name, child in root._modules.items()
         }
     return cast(Root, copies[root])

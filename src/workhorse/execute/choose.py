@@ -1,6 +1,6 @@
 """Choice of how a model is executed, and the line that announces it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 
 from workhorse.devices.instructions import cpu_has
 from workhorse.errors import WorkhorseError
-from workhorse.execute.body import Execution, body_of
+from workhorse.execute.body import Execution, NativeModule, body_of
 from workhorse.execute.compiled.compiled_step import CompiledDecoder, compile_steps
 from workhorse.execute.compiled.fixed_step import CapturedDecoder, capture_steps, why_not_fixed
 from workhorse.execute.native_decoding.layers import ATTENDED, attend_natively, stream_weights
@@ -48,7 +48,7 @@ class DecodingBody(NamedTuple):
             compiled = isinstance(decoder, CompiledDecoder)
             return f"decode: {'compiled' if compiled else 'native'} (CUDA graphs), whole steps"
         if self.operators.decoding is None and not isinstance(decoder, CompiledDecoder):
-            quantised = any(map(_is_native, decoder.modules()))
+            quantised = any(True for module in decoder.modules() for _ in _computed(module))
             why = "quantised layers use native operators" if quantised else self.reason
             return "decode: reference" + (f"; {why}" if why else "")
         why_not = "" if not isinstance(decoder, SteppingDecoder) else decoder.why_not_whole()
@@ -152,34 +152,28 @@ def _in_part(root: nn.Module, without: Sequence[nn.Module] = ()) -> str:
         root: the module whose submodules are counted.
         without: submodules that are not counted.
     """
-    native: list[nn.Module] = []
-    counted: list[nn.Module] = []
+    native = {part for module in root.modules() if module is not root for part in _computed(module)}
+    counted: list[bool] = []
     plain: dict[str, None] = {}
 
-    def look(module: nn.Module, inside: bool) -> None:
-        inside = inside or (module is not root and _is_native(module))
+    def look(module: nn.Module) -> None:
         children = list(module.children())
         if not children and not isinstance(module, NOT_COUNTED):
-            if inside:
-                native.append(module)
-            else:
+            counted.append(module in native)
+            if module not in native:
                 plain[type(module).__name__] = None
-                counted.append(module)
         for child in children:
             if child not in without:
-                look(child, inside)
+                look(child)
 
-    look(root, inside=False)
-    total = len(native) + len(counted)
+    look(root)
     rest = f"; by PyTorch: {', '.join(plain)}"
-    line = f"native ({instructions(root)}), {len(native)} of {total} modules"
+    line = f"native ({instructions(root)}), {sum(counted)} of {len(counted)} modules"
     return line + (rest if plain else "")
 
 
-def _is_native(module: nn.Module) -> bool:
-    """True if native operators compute a module: its class is native, or it is quantised."""
+def _computed(module: nn.Module) -> Iterable[nn.Module]:
+    """The modules that native operators compute when a module is called."""
     if isinstance(module, QuantizedLinear):
-        return module.decoding is not None
-    return any(
-        one.__module__.startswith("workhorse.execute.native") for one in type(module).__mro__
-    )
+        return () if module.decoding is None else module.modules()
+    return module.computed() if isinstance(module, NativeModule) else ()

@@ -7,13 +7,16 @@ is therefore defined only once, in `nn`.
 import threading
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from workhorse.execute.body import copied
 from workhorse.nn import Decoder
+from workhorse.nn.convolution import SubLayer
+from workhorse.nn.elementwise import Unchanged
 
 ADDITIONS = (torch.add, Tensor.add, Tensor.__add__)
 QUESTIONS = ("__get__", "dim", "is_floating_point", "numel", "size", "stride")
@@ -31,11 +34,13 @@ class Computed(NamedTuple):
         module: the module that computed it; None for the sum of the inputs.
         inputs: ids of the input values.
         output: id of the output value; the id of an input if the module returned that input.
+        method: name of the method that computed it; "forward" except in `record_layer`.
     """
 
     module: nn.Module | None
     inputs: tuple[int, ...]
     output: int
+    method: str = "forward"
 
 
 def record_modules(decoder: Decoder, known: Callable[[nn.Module], bool]) -> list[Computed]:
@@ -69,6 +74,98 @@ def record_modules(decoder: Decoder, known: Callable[[nn.Module], bool]) -> list
     return recorder.computed
 
 
+class Layer(NamedTuple):
+    """A recorded layer.
+
+    The ids of its inputs are 0 for x, 1 for the context and 2 for the cache entry. The cache
+    entries of convolutions have the ids 3 and 4, in the order of `SUB_LAYERS`.
+    """
+
+    computed: list[Computed]
+    output: int
+    """Id of the output value."""
+    entered: list[nn.Module]
+    """The modules whose children were recorded, the layer first."""
+
+
+SUB_LAYERS = get_args(SubLayer)
+
+
+def record_layer(layer: nn.Module, enter: Callable[[nn.Module], bool], inputs: int) -> Layer:
+    """Run the forward method of a layer on stand-ins, and record its computations in order.
+
+    Modules of a copy are replaced by stand-ins, so nothing is computed: the recording needs no
+    memory, draws no random numbers, and calls no hooks.
+
+    Args:
+        layer: a block, an attention layer or a feed-forward.
+        enter: returns True for a module whose children are recorded. Its forward method may only
+            call modules, add values, and call `Context.by_part` with a method of a module.
+        inputs: 3 if the layer takes x, a context and a cache entry; 1 if it only takes x.
+
+    Raises:
+        CannotTranslate: the layer computes something else.
+    """
+    recorder = _Recorder()
+    copies: dict[nn.Module, nn.Module] = {}
+    copy = copied(layer, copies)
+    entered = [layer]
+    for module in entered:
+        for name, child in module.named_children():
+            if enter(child):
+                entered.append(child)
+            else:
+                copies[module]._modules[name] = _StandIn(child, recorder)
+    entries = {name: object() for name in SUB_LAYERS}
+    context = _Context({made: module for module, made in copies.items()}, recorder)
+    given = torch.zeros(()), context, _Cache(entries), *entries.values()
+    for value in given:
+        recorder.number(value)
+    with torch.no_grad(), recorder:
+        output = copy.forward(*given[:inputs])
+    if recorder.foreign is not None:
+        raise CannotTranslate(recorder.foreign)
+    return Layer(recorder.computed, recorder.number(output), entered)
+
+
+class _StandIn(nn.Module):
+    """Takes the place of a module in a recording; its outputs have no meaning."""
+
+    def __init__(self, module: nn.Module, recorder: "_Recorder") -> None:
+        super().__init__()
+        self.recorded = (module,)  # in a tuple, so that it is not a submodule
+        self.recorder = recorder
+
+    def forward(self, *inputs: object) -> object:
+        (module,) = self.recorded
+        if not all(map(self.recorder.knows, inputs)):
+            self.recorder.refuse(f"the input of {type(module).__name__}")
+        output = inputs[0] if type(module) in (nn.Identity, Unchanged) else torch.zeros(())
+        self.recorder.add(module, inputs, output)
+        return output
+
+
+class _Context(NamedTuple):
+    """Takes the place of a `Context` in a recording."""
+
+    originals: dict[nn.Module, nn.Module]
+    """The recorded module for each copy."""
+    recorder: "_Recorder"
+
+    def by_part(self, method: Any, *xs: Tensor, cache: object) -> Tensor:
+        """Record a method of a module as one computation."""
+        output = torch.zeros(())
+        module = self.originals[method.__self__]
+        self.recorder.add(module, (*xs, self, cache), output, method.__name__)
+        return output
+
+
+class _Cache(NamedTuple):
+    """Takes the place of a `CacheEntry` in a recording."""
+
+    inputs: dict[str, object]
+
+
 class _Recorder(TorchFunctionMode):
     """Records computations: hooks record known modules, and this mode records other functions.
 
@@ -79,20 +176,20 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.computed: list[Computed] = []
         self.foreign: str | None = None
-        self._values: list[Tensor] = []  # kept alive, so that ids of live tensors stay unique
+        self._values: list[object] = []  # kept alive, so that ids of live tensors stay unique
         self._inside = 0
         self._wirings: list[nn.Module] = []
         self._thread = threading.get_ident()  # other threads may call the modules meanwhile
 
-    def number(self, value: Tensor) -> int:
-        """Return the id of a tensor; a new tensor gets a new id."""
+    def number(self, value: object) -> int:
+        """Return the id of a value; a new value gets a new id."""
         for n, known in enumerate(self._values):
             if known is value:
                 return n
         self._values.append(value)
         return len(self._values) - 1
 
-    def knows(self, value: Tensor) -> bool:
+    def knows(self, value: object) -> bool:
         return any(known is value for known in self._values)
 
     def begin(self, module: nn.Module, _inputs: tuple[Any, ...]) -> None:
@@ -113,7 +210,7 @@ class _Recorder(TorchFunctionMode):
             return
         self._inside -= 1
         if not self._inside:
-            self._add(module, (value for value in inputs if isinstance(value, Tensor)), output)
+            self.add(module, (value for value in inputs if isinstance(value, Tensor)), output)
 
     def __torch_function__(
         self,
@@ -131,7 +228,7 @@ class _Recorder(TorchFunctionMode):
         given = [value for value in values if isinstance(value, Tensor)]
         if func in ADDITIONS and len(given) == len(args) == len(values):
             if all(map(self.knows, given)):
-                self._add(None, given, found)
+                self.add(None, given, found)
         elif any(self.knows(one) for one in given if one.is_floating_point()):
             self.refuse(name)
         return found
@@ -145,8 +242,15 @@ class _Recorder(TorchFunctionMode):
         wiring = type(self._wirings[-1]).__name__ if self._wirings else ""
         self.foreign = self.foreign or wiring or what
 
-    def _add(self, module: nn.Module | None, inputs: Iterable[Tensor], output: Tensor) -> None:
+    def add(
+        self,
+        module: nn.Module | None,
+        inputs: Iterable[object],
+        output: object,
+        method: str = "forward",
+    ) -> None:
+        """Record a computation; inputs that are not known values are left out."""
         known = tuple(self.number(value) for value in inputs if self.knows(value))
         if not known:
             self.refuse(f"the input of {type(module).__name__}")
-        self.computed.append(Computed(module, known, self.number(output)))
+        self.computed.append(Computed(module, known, self.number(output), method))

@@ -45,21 +45,30 @@ class BlockOperators:
     """
 
     def norm_project(
-        self, x: Tensor, norm: Norm, matrices: list[Tensor], biases: list[Tensor | None]
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Compute `y = norm(x)`, and `y Wᵀ + bias` for each matrix W.
+        self,
+        x: Tensor,
+        branch: Tensor | None,
+        norm: Norm,
+        matrices: list[Tensor],
+        biases: list[Tensor | None],
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Compute `y = norm(x + branch)`, and `y Wᵀ + bias` for each matrix W.
 
         Args:
             x: (rows, d_model).
+            branch: shape as x, or None to compute `norm(x)`.
             norm: the norm of the rows.
             matrices: (width, d_model) each.
             biases: (width,), or None.
 
         Returns:
-            y, the moments (see `Training.norm`), and the matmul results.
+            The sum, which is x without a branch; y; the moments (see `Training.norm`); and the
+            matmul results.
         """
         operator = torch.ops.workhorse.norm_project.default
-        return operator(x, norm.weight, norm.bias, *norm.options, matrices, biases)
+        made = operator(x, branch, norm.weight, norm.bias, *norm.options, matrices, biases)
+        y, moments, *rest = made
+        return x if branch is None else rest.pop(0), y, moments, rest
 
     def norm_project_backward(  # noqa: PLR0917 - the tensors of one formula
         self,
@@ -68,25 +77,27 @@ class BlockOperators:
         x: Tensor,
         moments: Tensor,
         norm: Norm,
-        other: Tensor,
+        of_y: Tensor | None,
+        other: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Backward pass of `norm_project`, without the gradients of matrices and biases.
 
         Args:
             above: the gradients of the matmul results.
             matrices: see `norm_project`.
-            x: see `norm_project`.
+            x: the sum that `norm_project` returned.
             moments: the moments that `norm_project` returned.
             norm: see `norm_project`.
-            other: the gradient of x from other operations, which is added to the result.
+            of_y: the gradient of y from other operations, or None.
+            other: the gradient of x from other operations, which is added to the result, or None.
 
         Returns:
-            The sum of `other` and the gradient of x; and the gradients of the norm's weight and
-            bias, (2, d_model) in float32.
+            The sum of `other` and the gradient of x, which is also that of the branch; and the
+            gradients of the norm's weight and bias, (2, d_model) in float32.
         """
         options = norm.options
         return torch.ops.workhorse.norm_project_backward.default(
-            above, matrices, x, moments, norm.weight, other, options.offset, options.centred
+            above, matrices, x, moments, norm.weight, of_y, other, options.offset, options.centred
         )
 
     def feed(
@@ -96,6 +107,8 @@ class BlockOperators:
         norm: Norm,
         act: Activation,
         weights: list[Tensor | None],
+        *,
+        normed: bool = False,
     ) -> list[Tensor]:
         """Compute a block after attention: output projection, norm and feed-forward.
 
@@ -108,6 +121,7 @@ class BlockOperators:
             norm: the norm between attention and feed-forward.
             act: the activation of the feed-forward.
             weights: O, D, U and, if gated, V, each followed by its bias or None.
+            normed: True to add the feed-forward's result to y instead of total.
 
         Returns:
             total, y, its moments, out, `y Uᵀ` and, if gated, `y Vᵀ`.
@@ -127,6 +141,7 @@ class BlockOperators:
             biases[1],
             act.table,
             act.name,
+            normed,
         )
 
     def feed_backward(  # noqa: PLR0917 - the tensors of one formula
@@ -138,6 +153,8 @@ class BlockOperators:
         norm: Norm,
         act: Activation,
         matrices: list[Tensor],
+        *,
+        normed: bool = False,
     ) -> list[Tensor]:
         """Backward pass of `feed`, without the gradients of matrices and biases.
 
@@ -149,6 +166,7 @@ class BlockOperators:
             norm: see `feed`.
             act: see `feed`.
             matrices: O, D, U and, if gated, V.
+            normed: see `feed`.
 
         Returns:
             The gradients of total and attended; the gradients of the norm's weight and bias,
@@ -169,6 +187,7 @@ class BlockOperators:
             down,
             act.table,
             act.name,
+            normed,
         )
 
 
@@ -191,6 +210,7 @@ def _projected(x: Tensor, matrices: list[Tensor]) -> list[Tensor]:
 
 def _norm_project_shapes(
     x: Tensor,
+    branch: Tensor | None,
     _weight: Tensor | None,
     _bias: Tensor | None,
     _offset: float,
@@ -199,8 +219,9 @@ def _norm_project_shapes(
     _rounded: bool,
     matrices: list[Tensor],
     *_: Any,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    return torch.empty_like(x), _moments(x), _projected(x, matrices)
+) -> list[Tensor]:
+    total = [] if branch is None else [torch.empty_like(x)]
+    return [torch.empty_like(x), _moments(x), *total, *_projected(x, matrices)]
 
 
 def _feed_shapes(

@@ -17,8 +17,9 @@ from tests.execute.native_training.test_linear import (
 from tests.native.machine import needs
 from tests.train.conftest import MODEL
 from workhorse.data import Batch
-from workhorse.execute.native_training.adapters import NativeLoraLinear, replace_adapted
-from workhorse.execute.native_training.feedforward import Gemm, NativeLinear, replace_linear
+from workhorse.execute.lower.train import train_natively
+from workhorse.execute.native_training.adapters import NativeLoraLinear
+from workhorse.execute.native_training.feedforward import NativeLinear
 from workhorse.native import Operators
 from workhorse.nn import DecoderConfig
 from workhorse.nn.surgery import as_subclass
@@ -67,8 +68,7 @@ def test_gradients_are_those_of_pytorch(
         for parameter in layer.parameters():
             parameter.data.abs_()
     expected = gradients(copy.deepcopy(layer).double(), x.double(), above.double())
-    multiply = Gemm(operators, "high")
-    made = replace_adapted(replace_linear(layer, multiply), multiply)
+    made = train_natively(layer, operators, precision="high")
     assert type(made) is NativeLoraLinear
     for exact, value in zip(expected, gradients(made, x, above), strict=True):
         assert value.shape == exact.shape
@@ -79,13 +79,10 @@ def test_gradients_are_those_of_pytorch(
 def test_hooks_dropout_and_a_trained_base_are_respected(
     operators: Operators, dtype: torch.dtype
 ) -> None:
-    multiply = Gemm(operators)
     x = torch.randn(5, 48)
 
     def made(**options: Any) -> NativeLoraLinear:
-        layer = replace_adapted(
-            replace_linear(adapted(48, dtype, True, **options), multiply), multiply
-        )
+        layer = train_natively(adapted(48, dtype, True, **options), operators)
         assert isinstance(layer, NativeLoraLinear)
         return layer
 
@@ -106,7 +103,7 @@ def test_hooks_dropout_and_a_trained_base_are_respected(
 
 @pytest.mark.parametrize(("operators", "dtype"), [BY_UNIT, BY_VECTORS, NARROW])
 def test_a_frozen_layer_keeps_no_input(operators: Operators, dtype: torch.dtype) -> None:
-    layer = replace_linear(nn.Linear(48, 40).to(dtype).requires_grad_(False), Gemm(operators))
+    layer = train_natively(nn.Linear(48, 40).to(dtype).requires_grad_(False), operators)
     assert type(layer) is NativeLinear
     kept: list[torch.Size] = []
     x = torch.randn(7, 48).to(dtype).requires_grad_()

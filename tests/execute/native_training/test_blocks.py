@@ -1,4 +1,4 @@
-"""Blocks in two passes over the rows give the same bits as their operators called one by one."""
+"""Blocks that follow a plan of native calls give the bits of their modules called one by one."""
 
 import copy
 from collections.abc import Callable
@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from tests.native.machine import TRAINING, VECTORS, needs
 from tests.train.conftest import MODEL
-from workhorse.execute.native_training import train_natively
-from workhorse.execute.native_training.blocks import NativeBlock
-from workhorse.execute.native_training.norms import NativePreNorm
+from workhorse.execute.lower.train import Planned, train_natively
 from workhorse.execute.training import checkpoint_activations
 from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.surgery import replace_modules
+from workhorse.nn.blocks import Block
+from workhorse.nn.norms import Norm
 
 pytestmark = [needs("training"), needs("vectors")]
 
@@ -40,6 +39,25 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
+WIRINGS: dict[str, dict[str, Any]] = {
+    "pre": {},
+    "normed residual": {"norm_residual": True},
+    **{kind: {"kind": f"{kind}_norm"} for kind in ("post", "reordered", "sandwich")},
+    "parallel": {"kind": "parallel"},
+    "parallel, two norms": {"kind": "parallel", "norms": 2},
+}
+CALLED: dict[str, set[str]] = {
+    "pre": set(),
+    "normed residual": set(),
+    "post": {"feed_forward_norm"},
+    "reordered": {"attention.out_proj", "attention_norm", "feed_forward_norm"},
+    "sandwich": {"attention.out_proj", "attention_output_norm", "feed_forward_output_norm"},
+    "parallel": {"attention.out_proj"},
+    "parallel, two norms": {"attention.out_proj"},
+}
+"""For each wiring, its norms and linear layers that are no part of a larger native call."""
+
+
 def build(name: str, dtype: torch.dtype, **block: Any) -> Decoder:
     """A decoder with random weights in all parameters."""
     blocks = {"main": {"kind": "pre_norm", **BLOCKS[name], **block}}
@@ -52,26 +70,16 @@ def build(name: str, dtype: torch.dtype, **block: Any) -> Decoder:
 
 
 def natively(decoder: Decoder) -> Decoder:
-    made = copy.deepcopy(decoder)
-    train_natively(made, Operators(training=TRAINING, vectors=VECTORS))
-    return made
+    return train_natively(copy.deepcopy(decoder), Operators(training=TRAINING, vectors=VECTORS))
 
 
 def apart(decoder: Decoder) -> Decoder:
-    """The same decoder, but every operator of a block is called separately."""
-
-    class Apart(NativeBlock):
-        def forward(self, x: Tensor, *others: Any) -> Tensor:
-            return NativePreNorm.forward(self, x, *others)
-
+    """The same decoder, but its blocks call their norms, attention, feed-forward and sums."""
     made = copy.deepcopy(decoder)
-
-    def choose(module: nn.Module) -> nn.Module:
-        if type(module) is NativeBlock:
-            module.__class__ = Apart
-        return module
-
-    return replace_modules(made, choose)
+    for module in made.modules():
+        if isinstance(module, Planned) and isinstance(module, Block):
+            module.plan = None
+    return made
 
 
 def results(decoder: Decoder, rows: int = 5) -> list[Tensor]:
@@ -85,23 +93,49 @@ def results(decoder: Decoder, rows: int = 5) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wiring", WIRINGS)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_bits_are_those_of_the_operators_one_by_one(name: str, dtype: torch.dtype) -> None:
-    native = natively(build(name, dtype))
-    assert all(type(layer) is NativeBlock for layer in native.layers)
-    assert all(map(torch.equal, results(native), results(apart(native))))
+def test_bits_are_those_of_the_modules_one_by_one(
+    name: str, wiring: str, dtype: torch.dtype
+) -> None:
+    native = natively(build(name, dtype, **WIRINGS[wiring]))
+    assert all(isinstance(layer, Planned) and layer.plan for layer in native.layers)
+    together, one_by_one = results(native), results(apart(native))
+    if wiring != "parallel":
+        assert all(map(torch.equal, together, one_by_one))
+        return
+    # The gradients of all projections of the norm are one sum, not two that are added.
+    assert torch.equal(together[0], one_by_one[0])
+    ours, other = (
+        torch.cat([x.double().flatten() for x in some]) for some in (together, one_by_one)
+    )
+    assert (ours - other).norm() <= 4 * torch.finfo(dtype).eps * other.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wiring", WIRINGS)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_results_and_gradients_are_pytorchs(name: str, dtype: torch.dtype) -> None:
+def test_results_and_gradients_are_pytorchs(name: str, wiring: str, dtype: torch.dtype) -> None:
     """The distance from float64 is at most twice PyTorch's in the same dtype."""
-    plain = build(name, dtype)
+    plain = build(name, dtype, **WIRINGS[wiring])
     exact, expected, ours = (
         torch.cat([x.double().flatten() for x in results(decoder)])
         for decoder in (copy.deepcopy(plain).double(), plain, natively(plain))
     )
     assert (ours - exact).norm() <= 2 * (expected - exact).norm()
+
+
+@pytest.mark.parametrize("wiring", WIRINGS)
+def test_only_few_modules_of_a_wiring_are_called(wiring: str) -> None:
+    (block, *_) = natively(build("llama", torch.float32, **WIRINGS[wiring])).layers
+    assert isinstance(block, Planned)
+    computed = set(block.computed())
+    called = {
+        path
+        for path, module in block.named_modules()
+        if isinstance(module, Norm | nn.Linear) and module not in computed
+    }
+    assert called == CALLED[wiring]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from tests.native.machine import MATRIX_UNIT, VECTORS, needs
 from tests.train.conftest import MODEL
-from workhorse.execute.native_training.feedforward import Gemm, NativeLinear, replace_linear
-from workhorse.execute.native_training.vocabulary import replace_logprobs
+from workhorse.execute.lower.train import train_natively
+from workhorse.execute.native_training.feedforward import Gemm, NativeLinear
 from workhorse.execute.training import checkpoint_activations
 from workhorse.native import MatrixUnit, Operators
 from workhorse.nn import DecoderConfig, HeadLoss
@@ -40,7 +40,7 @@ def test_gradients_are_those_of_pytorch(
     x, above = torch.randn(shape).to(dtype), torch.randn(*shape[:-1], 40).to(dtype)
     wide = nn.Linear(shape[-1], 40, bias=bias).double()
     wide.load_state_dict(layer.state_dict())
-    layer = replace_linear(layer, Gemm(operators, "high"))
+    layer = train_natively(layer, operators, precision="high")
     expected = results(wide, x.double(), above.double())
     ours = results(layer, x, above)
     for exact, value in zip(expected, ours, strict=True):
@@ -58,7 +58,7 @@ def test_gradients_of_any_order_in_memory(operators: Operators, dtype: torch.dty
         torch.randn(48, 20, 3).to(dtype).permute(2, 1, 0),
     ]
     plain = [results(layer, x, above) for above in aboves]
-    layer = replace_linear(layer, Gemm(operators))
+    layer = train_natively(layer, operators)
     atol, rtol = (0.05, 2**-7) if dtype == torch.bfloat16 else (1e-5, 1e-5)
     for above, expected in zip(aboves, plain, strict=True):
         for exact, value in zip(expected, results(layer, x, above), strict=True):
@@ -69,7 +69,9 @@ def test_gradients_of_any_order_in_memory(operators: Operators, dtype: torch.dty
 def test_only_what_is_wanted_is_computed(operators: Operators, dtype: torch.dtype) -> None:
     layer = nn.Linear(32, 32).to(dtype)
     layer.weight.requires_grad_(False)
-    layer = replace_linear(layer, multiply := Gemm(operators))
+    layer = train_natively(layer, operators)
+    assert isinstance(layer, NativeLinear)
+    multiply = layer.multiply
     y = layer(torch.randn(4, 32).to(dtype))
     multiply.products[dtype] = multiply.sums[dtype] = lambda *_: pytest.fail("multiplied")
     y.sum().backward()
@@ -77,13 +79,14 @@ def test_only_what_is_wanted_is_computed(operators: Operators, dtype: torch.dtyp
     assert layer.bias.grad is not None
 
 
+@needs("vectors")
 def test_plain_layers_alone_are_replaced_and_names_stay() -> None:
     class Other(nn.Linear):
         pass
 
     module = nn.Sequential(nn.Linear(4, 4), Other(4, 4))
     names = list(module.state_dict())
-    replace_linear(module, Gemm(UNIT))
+    train_natively(module, IN_VECTORS)
     assert [type(part) for part in module] == [NativeLinear, Other]
     assert list(module.state_dict()) == names
 
@@ -93,7 +96,7 @@ def test_highest_precision_of_float32_is_left_to_pytorch(monkeypatch: pytest.Mon
     monkeypatch.setattr(MatrixUnit, "gemm", None)
     layer, x = nn.Linear(8, 4), torch.randn(3, 8)
     expected = layer(x)
-    layer = replace_linear(layer, Gemm(UNIT))
+    layer = train_natively(layer, UNIT)
     assert torch.equal(layer(x), expected)
     assert torch.equal(Gemm(UNIT)(x, layer.weight.t(), layer.bias), expected)
     assert torch.equal(Gemm(UNIT)(x, layer.weight.t()), F.linear(x, layer.weight))
@@ -107,7 +110,7 @@ def test_compiled_and_checkpointed_layers_have_the_same_gradients(
 ) -> None:
     config = DecoderConfig.from_dict({**MODEL, "vocab_size": 11, "max_seq_len": 8})
     decoder = config.build().to(dtype)
-    replace_linear(decoder, Gemm(operators))
+    train_natively(decoder, operators)
     tokens = torch.randint(11, (2, 8))
     gradients = []
     for change in (
@@ -144,7 +147,7 @@ def test_the_loss_multiplies_natively(
     x, targets = torch.randn(2, 32, config.d_model), torch.randint(190, (2, 32))
     results = []
     plain = HeadLoss(max_logits)
-    native = replace_logprobs(HeadLoss(max_logits), Gemm(operators, "high"))
+    native = train_natively(HeadLoss(max_logits), operators, precision="high")
     for each, way in ((torch.float32, plain), (dtype, native)):
         head = head.to(each)
         y = x.to(each).requires_grad_()

@@ -11,9 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.native.machine import TRAINING, needs
 from tests.train.conftest import MODEL
-from workhorse.execute.native_training.feedforward import Gemm, replace_feed_forwards
-from workhorse.execute.native_training.norms import NativeNorm, replace_norms
-from workhorse.execute.native_training.vocabulary import replace_embeddings, replace_logprobs
+from workhorse.execute.lower.train import train_natively
+from workhorse.execute.native_training.norms import NativeNorm
+from workhorse.execute.native_training.vocabulary import replace_logprobs
 from workhorse.execute.training import checkpoint_activations
 from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
@@ -65,10 +65,8 @@ FEED_FORWARDS: dict[str, Callable[[], nn.Module]] = {
 
 
 def speed_up(module: nn.Module) -> nn.Module:
-    """Use native operators except for linear layers, attention and the loss."""
-    return replace_feed_forwards(
-        replace_norms(replace_embeddings(module), TRAINING), Gemm(Operators()), TRAINING
-    )
+    """Use native operators except for linear layers."""
+    return train_natively(module, Operators(training=TRAINING))
 
 
 def build(block: dict[str, Any]) -> Decoder:

@@ -58,7 +58,7 @@ def translate(decoder: Decoder) -> Program:
     cached = [part for one in blocks for part in (one.attention, *one.convolutions().values())]
     writer = Writer(decoder.config.vocab_size, *dtypes, cached=cached)
     values: dict[int, Register] = {}
-    for place, (module, inputs, output) in enumerate(recorded):
+    for place, (module, inputs, output, _) in enumerate(recorded):
         given = [values[n] for n in inputs if n in values]
         if module is decoder.final_norm:  # logits of earlier tokens may not be needed
             (x,) = given

@@ -15,6 +15,7 @@ from jaxtyping import Float32, Int64
 from torch import Tensor, nn
 
 from workhorse.devices.instructions import cpu_has, widens
+from workhorse.execute.body import NativeModule
 from workhorse.native import Decoding, Operators
 from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import Sdpa
@@ -57,7 +58,7 @@ class Seen(NamedTuple):
     """See `Decoding.attend`."""
 
 
-class DecodingSdpa(Sdpa):
+class DecodingSdpa(NativeModule, Sdpa):
     """`Sdpa` that uses a native operator for few queries per head over a paged cache."""
 
     reads_blocks = True
@@ -124,7 +125,7 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`F.linear`, or a function with the same arguments and result."""
 
 
-class StreamedLinear(nn.Linear):
+class StreamedLinear(NativeModule, nn.Linear):
     """`nn.Linear` that uses `Decoding.linear` for few rows if no gradients are needed."""
 
     decoding: Decoding

@@ -9,8 +9,8 @@ from torch.autograd.function import once_differentiable
 from workhorse.execute.native_training.feedforward import Gemm, NativeLinear
 from workhorse.native.matrix_unit import rows
 from workhorse.native.vectors import Sum
-from workhorse.nn.surgery import as_subclass, has_hooks, replace_modules
-from workhorse.transforms.lora import Adapted, LoraLinear, LowRank
+from workhorse.nn.surgery import has_hooks
+from workhorse.transforms.lora import Adapted, LowRank
 
 
 class NativeLoraLinear(Adapted, NativeLinear):
@@ -33,23 +33,6 @@ class NativeLoraLinear(Adapted, NativeLinear):
             and all(self.multiply.takes(x, one) for one in (self.weight, a.weight, b.weight))
             and not has_hooks(adapter, a, b, adapter.dropout)
         )
-
-
-def replace_adapted(root: nn.Module, multiply: Gemm) -> nn.Module:
-    """Make the linear layers with adapters in a module use `multiply`.
-
-    Call this after `replace_linear`, which replaces A and B.
-
-    Returns:
-        The module, or its replacement if it is such a layer itself.
-    """
-
-    def choose(module: nn.Module) -> nn.Module:
-        if type(module) is LoraLinear:
-            return as_subclass(module, NativeLoraLinear, multiply=multiply)
-        return module
-
-    return replace_modules(root, choose)
 
 
 class _Lora(torch.autograd.Function):

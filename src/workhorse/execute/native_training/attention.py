@@ -4,19 +4,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from workhorse.execute.body import NativeModule
 from workhorse.execute.native_decoding.layers import attend_to_all
-from workhorse.execute.native_training.feedforward import Gemm, is_plain, several_linear
 from workhorse.native import Decoding, Training
-from workhorse.nn.attention.grouped import Attention
 from workhorse.nn.attention.kernels import Sdpa
 from workhorse.nn.attention.masks import AttentionPattern, Placement, slopes_of_distance
-from workhorse.nn.surgery import as_subclass, has_hooks, replace_modules
 
 
-class TrainingSdpa(Sdpa):
+class TrainingSdpa(NativeModule, Sdpa):
     """`Sdpa` that uses the native operator for the inputs that the operator accepts.
 
     Attributes:
@@ -59,52 +57,6 @@ class TrainingSdpa(Sdpa):
             return super().forward(q, k, v, mask)
         how = self.scoring.scale, causal, slopes, self.operators, self.decoding
         return _Attention.apply(q, k, v, *how)
-
-
-def replace_attention(
-    root: nn.Module, operators: Training, decoding: Decoding | None = None
-) -> nn.Module:
-    """Make every `sdpa` kernel without dropout use the native operators; see `TrainingSdpa`.
-
-    Returns:
-        The module, or its replacement if it is a kernel itself.
-    """
-
-    def choose(module: nn.Module) -> nn.Module:
-        if type(module) is Sdpa and not module.scoring.dropout:
-            return as_subclass(module, TrainingSdpa, operators=operators, decoding=decoding)
-        return module
-
-    return replace_modules(root, choose)
-
-
-class TrainingAttention(Attention):
-    """`Attention` that computes queries, keys and values in one call, if a native gemm can."""
-
-    multiply: Gemm
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        linears = self.q_proj, self.k_proj, self.v_proj
-        can = all(is_plain(one) and self.multiply.takes(x, one.weight) for one in linears)
-        if not can or has_hooks(*linears):
-            return super().project(x)
-        q, k, v = several_linear(self.multiply, x, linears)
-        return q, k, v
-
-
-def replace_projections(root: nn.Module, multiply: Gemm) -> nn.Module:
-    """Make the attention layers in a module compute queries, keys and values in one call.
-
-    Returns:
-        The module, or its replacement if it is an attention layer itself.
-    """
-
-    def choose(module: nn.Module) -> nn.Module:
-        if type(module) is Attention:
-            return as_subclass(module, TrainingAttention, multiply=multiply)
-        return module
-
-    return replace_modules(root, choose)
 
 
 class _Attention(torch.autograd.Function):

@@ -1,25 +1,24 @@
-"""Linear layers and feed-forwards for native training on a CPU.
+"""Linear layers and activations for native training on a CPU.
 
-Activations in bfloat16 are table look-ups, because bfloat16 has only 65,536 values. A feed-forward
-is one autograd function. It saves the inputs of the activation, not its outputs.
+Activations in bfloat16 are table look-ups, because bfloat16 has only 65,536 values.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from workhorse.execute.activation_names import activation_name
+from workhorse.execute.body import NativeModule
 from workhorse.execute.native_training.norms import TYPES
 from workhorse.native import Operators, Training, blocks
 from workhorse.native.matrix_unit import Product, rows
 from workhorse.native.vectors import Sum
-from workhorse.nn.embedding import Head
-from workhorse.nn.feedforward import Gated, GatedMlp, Mlp
+from workhorse.nn.feedforward import Gated
 from workhorse.nn.products import product
-from workhorse.nn.surgery import as_subclass, has_hooks, replace_modules
+from workhorse.nn.surgery import HookWatch
 
 ON_UNIT = {"highest": (torch.bfloat16,), "high": (torch.bfloat16, torch.float32)}
 """The dtypes that the matrix unit multiplies, by the precision that is set for float32 gemms."""
@@ -77,29 +76,21 @@ class Gemm:
         return total
 
 
-class NativeLinear(nn.Linear):
+class NativeLinear(NativeModule, nn.Linear):
     """`nn.Linear` that uses `multiply` for the gemms of the forward and the backward pass."""
 
     multiply: Gemm
 
     def forward(self, input: Tensor) -> Tensor:
         if self.multiply.takes(input, self.weight):
-            (y,) = several_linear(self.multiply, input, [self])
+            (y,) = Linears.apply(input, self.multiply, self.weight, self.bias)
             return y
         return super().forward(input)
 
 
-def is_plain(linear: nn.Module) -> bool:
-    """True if the forward method of a module computes only `x Wᵀ + bias`. Hooks are ignored."""
-    return type(linear).forward in (nn.Linear.forward, NativeLinear.forward)
-
-
-def is_plain_in(linear: nn.Linear, dtype: torch.dtype) -> bool:
-    """True if a layer computes only `x Wᵀ + bias`, with contiguous weights of this dtype."""
-    if not is_plain(linear):
-        return False
-    weights = (linear.weight,) if linear.bias is None else (linear.weight, linear.bias)
-    return all(one.dtype == dtype and one.is_contiguous() for one in weights)
+def contiguous_rows(x: Tensor) -> Tensor:
+    """Reshape (…, width) to a contiguous matrix (rows, width); copy only if needed."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def weights_of(linears: Sequence[nn.Linear]) -> list[Tensor | None]:
@@ -140,30 +131,7 @@ def gradients_of_weights(
     return made[: len(others)], gradients
 
 
-def several_linear(multiply: Gemm, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """Compute the outputs of several linear layers that have the same input x, in one call."""
-    return _Linear.apply(x, multiply, *weights_of(linears))
-
-
-def replace_linear(root: nn.Module, multiply: Gemm) -> nn.Module:
-    """Make every `nn.Linear` in a module use `multiply`, except heads.
-
-    The loss computes the matmul of a head.
-
-    Returns:
-        The module, or its replacement if it is a linear layer itself.
-    """
-    of_heads = {head.proj for head in root.modules() if isinstance(head, Head)}
-
-    def choose(module: nn.Module) -> nn.Module:
-        if type(module) is nn.Linear and module not in of_heads:
-            return as_subclass(module, NativeLinear, multiply=multiply)
-        return module
-
-    return replace_modules(root, choose)
-
-
-class _Linear(torch.autograd.Function):
+class Linears(torch.autograd.Function):
     """`x Wᵀ + b` for each pair of W and b in `weights`, in one call, with gradients."""
 
     @staticmethod
@@ -206,11 +174,6 @@ def activation_of(
     return blocks.Activation(name, _table_of(module, name, rounded_from)) if name else None
 
 
-def _computes(native: blocks.Activation, module: nn.Module) -> bool:
-    """True if `native` still computes the activation `module`, which may have been replaced."""
-    return native.name == activation_name(module)
-
-
 @torch.enable_grad()
 def _table_of(
     activation: nn.Module, name: blocks.ActivationName, rounded_from: Training | None
@@ -227,118 +190,21 @@ def _table_of(
     return both.view(torch.int32).flatten()
 
 
-class NativeGated(Gated):
+class NativeGated(NativeModule, Gated):
     """`Gated` computed by a native operator."""
 
     native: blocks.Activation
     operators: Training
+    watch: HookWatch
+    known: tuple[nn.Module]
+    """The activation that `native` computes; the module may have another one later."""
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         alike = gate.dtype == up.dtype and gate.shape == up.shape
-        known = _computes(self.native, self.activation) and not has_hooks(self.activation)
-        if not alike or gate.dtype not in TYPES or not known:
+        changed = self.activation is not self.known[0] or self.watch.sees_hooks
+        if not alike or gate.dtype not in TYPES or changed:
             return super().forward(gate, up)
         return _Activation.apply(gate, up, self.native, self.operators)
-
-
-class Simple(NamedTuple):
-    """A feed-forward of only linear layers and an activation: no dropout, inner norm or hooks."""
-
-    act: blocks.Activation
-    operators: Training
-    linears: Sequence[nn.Linear]
-    """The down projection, then the one or two projections of the input x."""
-
-
-class NativeMlp(Mlp):
-    """`Mlp` that runs as one autograd function with native operators, if they support it."""
-
-    native: blocks.Activation
-    operators: Training
-    multiply: Gemm
-
-    def forward(self, x: Tensor) -> Tensor:
-        simple = self.simple(x)
-        return super().forward(x) if simple is None else _feed_forward(x, simple, self.multiply)
-
-    def simple(self, x: Tensor) -> Simple | None:
-        """The parts of this feed-forward if it has no others and the operators accept x."""
-        linears = self.down_proj, self.up_proj
-        between = self.dropout, self.inner_norm
-        if not _is_simple(x, linears, between) or not _computes(self.native, self.activation):
-            return None
-        if has_hooks(*linears, *between, self.activation):
-            return None
-        return Simple(self.native, self.operators, linears)
-
-
-class NativeGatedMlp(GatedMlp):
-    """`GatedMlp` that runs as one autograd function with native operators, if they support it."""
-
-    multiply: Gemm
-
-    def forward(self, x: Tensor) -> Tensor:
-        simple = self.simple(x)
-        return super().forward(x) if simple is None else _feed_forward(x, simple, self.multiply)
-
-    def simple(self, x: Tensor) -> Simple | None:
-        """The parts of this feed-forward if it has no others and the operators accept x."""
-        linears = self.down_proj, self.gate_proj, self.up_proj
-        between = self.dropout, self.inner_norm
-        gated = self.activation
-        if (
-            not isinstance(gated, NativeGated)
-            or not _computes(gated.native, gated.activation)
-            or not _is_simple(x, linears, between)
-            or has_hooks(*linears, *between, gated, gated.activation)
-        ):
-            return None
-        return Simple(gated.native, gated.operators, linears)
-
-
-def replace_feed_forwards(
-    root: nn.Module, multiply: Gemm, operators: Training, rounded_from: Training | None = None
-) -> nn.Module:
-    """Make the feed-forwards in a module use native operators, if they support the activation.
-
-    For `rounded_from`, see `activation_of`.
-
-    Returns:
-        The module, or its replacement if it is a feed-forward itself.
-    """
-
-    def choose(module: nn.Module) -> nn.Module:
-        if type(module) is GatedMlp:
-            return as_subclass(module, NativeGatedMlp, multiply=multiply)
-        if type(module) is Gated and (native := activation_of(module.activation, rounded_from)):
-            return as_subclass(module, NativeGated, native=native, operators=operators)
-        if type(module) is Mlp and (native := activation_of(module.activation, rounded_from)):
-            return as_subclass(
-                module, NativeMlp, native=native, operators=operators, multiply=multiply
-            )
-        return module
-
-    return replace_modules(root, choose)
-
-
-def _is_simple(x: Tensor, linears: Sequence[nn.Linear], between: Sequence[nn.Module]) -> bool:
-    """True if the operators support x and the submodules of a feed-forward.
-
-    Args:
-        x: the input.
-        linears: the linear layers.
-        between: dropout and norms between them; they must be identities.
-    """
-    return (
-        x.dtype in TYPES
-        and all(type(part) is nn.Identity for part in between)
-        and all(is_plain_in(linear, x.dtype) for linear in linears)
-    )
-
-
-def _feed_forward(x: Tensor, simple: Simple, multiply: Gemm) -> Tensor:
-    act, operators, linears = simple
-    return _FeedForward.apply(x, act, operators, multiply, *weights_of(linears))
 
 
 class _Activation(torch.autograd.Function):
@@ -359,56 +225,36 @@ class _Activation(torch.autograd.Function):
         return dx, dup, None, None
 
 
-class _FeedForward(torch.autograd.Function):
-    """A feed-forward with gradients: `down(act(first(x)))` or `down(act(first(x)) · second(x))`.
-
-    `weights` are the weight and bias of down, first and, if gated, second.
-    """
+class ActDown(torch.autograd.Function):
+    """`down(act(first))` or `down(act(first) · second)`; it saves the inputs of the activation."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 - autograd passes by position
         ctx: Any,
-        x: Tensor,
+        first: Tensor,
+        second: Tensor | None,
         act: blocks.Activation,
         operators: Training,
         multiply: Gemm,
-        *weights: Tensor | None,
+        down: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        (down, down_bias), *branches = _pairs(weights)
-        hidden = multiply.together(*(Sum([(rows, weight.t())], bias) for weight, bias in branches))
-        learns = any(ctx.needs_input_grad[4:])
-        ctx.save_for_backward(rows if learns else None, *weights, *hidden)
+        shape = first.shape[:-1]
+        first, second = contiguous_rows(first), None if second is None else contiguous_rows(second)
+        ctx.save_for_backward(first, second, down)
         ctx.act, ctx.operators, ctx.multiply = act, operators, multiply
-        y = multiply(operators.activation(*_two(hidden), act), down.t(), down_bias)
-        return y.view(x.shape)
+        y = multiply(operators.activation(first, second, act), down.t(), bias)
+        return y.view(*shape, y.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        rows, *saved = ctx.saved_tensors
-        count = (len(saved) - 2) // 3  # branches; each saved a weight, a bias and its output
-        (down, _), *branches = _pairs(saved[:-count])
-        hidden = saved[-count:]
-        dy = above[0].reshape(-1, above[0].shape[-1]).contiguous()
+        first, second, down = ctx.saved_tensors
+        dy = contiguous_rows(above[0])
         y, *slopes = ctx.operators.activation_backward(
-            ctx.multiply(dy, down, None), *_two(hidden), ctx.act
+            ctx.multiply(dy, down, None), first, second, ctx.act
         )
-        weights = [weight for weight, _ in branches]
-        (dx,), gradients = gradients_of_weights(
-            ctx.multiply,
-            [(dy, y), *((slope, dy if rows is None else rows) for slope in slopes)],
-            ctx.needs_input_grad[4:],
-            Sum(list(zip(slopes, weights, strict=True))),
-        )
-        return dx.view(above[0].shape), None, None, None, *gradients
-
-
-def _pairs(weights: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
-    """Pair each weight with the bias after it."""
-    pairs = zip(weights[::2], weights[1::2], strict=True)
-    return [(weight, bias) for weight, bias in pairs if weight is not None]
-
-
-def _two(hidden: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-    return hidden[0], hidden[1] if len(hidden) > 1 else None
+        _, gradients = gradients_of_weights(ctx.multiply, [(dy, y)], ctx.needs_input_grad[5:])
+        shape = above[0].shape[:-1]
+        dfirst, dsecond = ([one.view(*shape, one.shape[1]) for one in slopes] + [None])[:2]
+        return dfirst, dsecond, None, None, None, *gradients

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from workhorse.execute.body import NativeModule
 from workhorse.native import Training
 from workhorse.nn.embedding import Head
 from workhorse.nn.logprobs import WHOLE, HeadLoss, Shaping, TokenLogprobs
@@ -14,7 +15,7 @@ from workhorse.nn.products import Multiply, product
 from workhorse.nn.surgery import as_subclass, mixin_class, replace_modules
 
 
-class Float32SumEmbedding(nn.Embedding):
+class Float32SumEmbedding(NativeModule, nn.Embedding):
     """`nn.Embedding` that sums the gradients of each row in float32, also for bfloat16 tables.
 
     Attributes:
@@ -105,7 +106,7 @@ def _summed(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     return used, sums.index_add_(0, place, rows.float()).to(rows.dtype)
 
 
-class NativeLogprobs(TokenLogprobs):
+class NativeLogprobs(NativeModule, TokenLogprobs):
     """`TokenLogprobs` that uses `multiplies` for gemms and a native operator for the scores."""
 
     multiplies: Multiply

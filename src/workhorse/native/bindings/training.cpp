@@ -285,19 +285,19 @@ TORCH_LIBRARY_FRAGMENT(workhorse, library) {
       "split_move_(Tensor(a!)[] weights, Tensor(b!)[] low_bits, Tensor updates, float kept, float "
       "size) -> ()");
   library.def(
-      "norm_project(Tensor x, Tensor? weight, Tensor? bias, float offset, float eps, bool centred, bool "
-      "rounded, Tensor[] matrices, Tensor?[] biases) -> (Tensor, Tensor, Tensor[])");
+      "norm_project(Tensor x, Tensor? branch, Tensor? weight, Tensor? bias, float offset, float eps, bool "
+      "centred, bool rounded, Tensor[] matrices, Tensor?[] biases) -> Tensor[]");
   library.def(
       "norm_project_backward(Tensor[] above, Tensor[] matrices, Tensor x, Tensor moments, Tensor? weight, "
-      "Tensor other, float offset, bool centred) -> (Tensor, Tensor)");
+      "Tensor? of_y, Tensor? other, float offset, bool centred) -> (Tensor, Tensor)");
   library.def(
       "feed(Tensor x, Tensor attended, Tensor out_matrix, Tensor? out_bias, Tensor? weight, Tensor? bias, "
       "float offset, float eps, bool centred, bool rounded, Tensor[] matrices, Tensor?[] biases, Tensor "
-      "down, Tensor? down_bias, Tensor table, str name) -> Tensor[]");
+      "down, Tensor? down_bias, Tensor table, str name, bool normed) -> Tensor[]");
   library.def(
       "feed_backward(Tensor above, Tensor total, Tensor moments, Tensor? weight, float offset, bool "
       "centred, Tensor out_matrix, Tensor[] matrices, Tensor[] hidden, Tensor down, Tensor table, str "
-      "name) -> Tensor[]");
+      "name, bool normed) -> Tensor[]");
 }
 
 TORCH_LIBRARY_IMPL(workhorse, CPU, library) {

@@ -9,7 +9,9 @@ from torch import nn
 from workhorse.devices.names import training_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.execute.body import Execution, body_of
-from workhorse.execute.native_training import Gemm, replace_embeddings, train_natively
+from workhorse.execute.lower.train import train_natively
+from workhorse.execute.native_training.feedforward import Gemm
+from workhorse.execute.native_training.vocabulary import replace_embeddings
 from workhorse.execute.training import checkpoint_activations, compile_layers, compile_logprobs
 from workhorse.native import Library, Operators, resolve
 from workhorse.native.allocator import give_back_freed_memory
@@ -85,7 +87,7 @@ def build_step(
         if device.type == "cpu" and dtype == torch.bfloat16:
             replace_embeddings(body, operators.training)
         if device.type == "cpu" and dtype != torch.float16:
-            train_natively(objective, operators, precision=config.matmul_precision)
+            train_natively(objective, operators, precision=config.matmul_precision, exact=exact)
     # Ranks that divide a model exchange the results of native modules, so this comes after them.
     between = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     part = _take_part(objective, body, config, teams, whole, dtype=between)
@@ -251,7 +253,7 @@ def training_operators(
 ) -> Operators:
     """Return the native operators for training in a dtype on a device; waits for their compilation.
 
-    With `exact`, they compute the same bits as exact decoding steps; see `train_natively`.
+    With `exact`, they include those that `train_natively` needs for the bits of decoding steps.
 
     Raises:
         WorkhorseError: `execution` is `native` or `exact` is True, but there are no native

@@ -1,29 +1,34 @@
 """Cost of design choices: the same work with one setting changed, compared with the first row.
 
-    python -m benchmarks.choices [--work training attention decoding]
+    python -m benchmarks.choices [--work training attention decoding norms gpt2]
 
 The measurements behind docs/claims.md: training steps of a small decoder with one choice changed,
 in both dtypes; forward and backward of one attention layer with each kernel, at growing lengths;
-new tokens after a long prompt, with fewer key and value heads.
+new tokens after a long prompt, with fewer key and value heads; forward and backward of one norm;
+training steps of GPT-2 with each kernel. The last two are per second of CPU time, which depends
+less on other programs.
 """
 
 import argparse
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.contestants.ours import greedy, keep_memory, step_on
+from benchmarks.contestants.ours import gpt, greedy, keep_memory, step_on
 from benchmarks.harness.command import main, parser
 from benchmarks.harness.contest import Case
 from benchmarks.harness.limits import seconds_of
+from benchmarks.harness.shapes import STORED
 from benchmarks.harness.tokens import random_tokens
 from benchmarks.harness.worker import Contestant, Round
 from workhorse.config.overrides import apply_overrides
 from workhorse.generate import GenerationConfig
 from workhorse.nn import AttentionConfig, Context, DecoderConfig, next_token_loss
 from workhorse.nn.attention.kernels import KernelName
+from workhorse.nn.norms import LayerNormConfig, RMSNormConfig
 
 BASE: dict[str, Any] = {
     "vocab_size": 4096,
@@ -64,7 +69,18 @@ ROWS, SEQ, STEPS = 8, 256, 2
 WIDTH, N_HEADS = 512, 8
 """Sizes of the attention layer that is timed separately."""
 PROMPT, NEW_TOKENS = 1900, 100
-WORK = ("training", "attention", "decoding")
+WORK = ("training", "attention", "decoding", "norms", "gpt2")
+NORMS: dict[str, LayerNormConfig | RMSNormConfig] = {
+    "RMSNorm": RMSNormConfig(),
+    "LayerNorm": LayerNormConfig(),
+}
+KERNELS: dict[str, dict[str, str]] = {
+    "sdpa, native": {"kernel": "sdpa", "execution": "native"},
+    "sdpa, reference": {"kernel": "sdpa", "execution": "reference"},
+    "eager, reference": {"kernel": "eager", "execution": "reference"},
+}
+"""How a training step of GPT-2 is computed."""
+NORM_WIDTH, NORM_ROWS = 768, 2048
 
 
 def config(settings: list[str]) -> DecoderConfig:
@@ -144,6 +160,45 @@ def decoding(*, n_kv_heads: int, threads: int) -> Round:
     return greedy(decoder, prompts, asked)
 
 
+def norm(*, name: str, dtype: str, threads: int) -> Round:
+    """Rounds of forward and backward of one norm; `tokens` (rows) per second of CPU time."""
+    torch.set_num_threads(threads)
+    layer = NORMS[name].build(NORM_WIDTH).to(getattr(torch, dtype))
+    x = torch.randn(NORM_ROWS, NORM_WIDTH, dtype=layer.weight.dtype, requires_grad=True)
+    slope = torch.randn_like(x)
+    passes = 40
+
+    def both() -> None:
+        for _ in range(passes):
+            layer(x).backward(slope)
+
+    both()
+    return lambda: {"tokens": passes * NORM_ROWS / _cpu_seconds(both)}
+
+
+def gpt2(*, settings: dict[str, str], dtype: str, threads: int) -> Round:
+    """Rounds of a training step of GPT-2 with a row of 1,024; `tokens` per second of CPU time."""
+    from workhorse.train.recipe.training import TrainConfig
+    from workhorse.train.step.build import build_step
+
+    torch.set_num_threads(threads)
+    device, shape = torch.device("cpu"), STORED["gpt2"]
+    keep_memory(device)
+    given: dict[str, Any] = {"steps": 1_000_000, "batch_size": 1, "seq_len": shape.context}
+    asked = TrainConfig.from_dict({**given, "dtype": dtype, **settings})
+    built = build_step(gpt(shape).build(asked.kernel), asked, device)
+    tokens = torch.tensor(random_tokens(1, shape.context + 1, shape.vocab_size))
+    step = step_on(built, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    step()
+    return lambda: {"tokens": shape.context / _cpu_seconds(step)}
+
+
+def _cpu_seconds(work: Callable[[], object]) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """The cases of the selected kinds of work."""
     if "training" in options.work:
@@ -173,6 +228,19 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
             for name, count in HEADS.items()
         ]
         yield Case("decoding", "decode", "tokens/s", tuple(heads))
+    for dtype in ("float32", "bfloat16"):
+        if "norms" in options.work:
+            rows = [
+                Contestant(name, "benchmarks.choices:norm", {"name": name, "dtype": dtype})
+                for name in NORMS
+            ]
+            yield Case(f"norm {dtype}", "tokens", "rows/CPU-s", tuple(rows))
+    if "gpt2" in options.work:
+        kinds = [
+            Contestant(name, "benchmarks.choices:gpt2", {"settings": asked, "dtype": "float32"})
+            for name, asked in KERNELS.items()
+        ]
+        yield Case("gpt2 step float32", "tokens", "tokens/CPU-s", tuple(kinds))
 
 
 def options() -> argparse.ArgumentParser:

@@ -163,8 +163,9 @@ def decoding(*, n_kv_heads: int, threads: int) -> Round:
 def norm(*, name: str, dtype: str, threads: int) -> Round:
     """Rounds of forward and backward of one norm; `tokens` (rows) per second of CPU time."""
     torch.set_num_threads(threads)
-    layer = NORMS[name].build(NORM_WIDTH).to(getattr(torch, dtype))
-    x = torch.randn(NORM_ROWS, NORM_WIDTH, dtype=layer.weight.dtype, requires_grad=True)
+    kind: torch.dtype = getattr(torch, dtype)
+    layer = NORMS[name].build(NORM_WIDTH).to(kind)
+    x = torch.randn(NORM_ROWS, NORM_WIDTH, dtype=kind, requires_grad=True)
     slope = torch.randn_like(x)
     passes = 40
 

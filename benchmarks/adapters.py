@@ -88,10 +88,10 @@ def main() -> None:
     how = {"execution": "native", "exact": True}
     model = load(path, dtype=options.precision, quantize=options.quantize, **how)
     adapters: Mapping[str, object] = {
-        f"a{n}": model.with_adapter(adapter(path, n), **how).decoder for n in range(max(IN_USE))
+        f"a{n}": model.with_adapter(adapter(path, n), **how).backend for n in range(max(IN_USE))
     }
     engine = Engine(
-        model.decoder,
+        model.backend,
         adapters=adapters,
         max_sequences=options.requests,
         max_tokens=options.requests * (PROMPT + NEW),

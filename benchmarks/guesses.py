@@ -25,7 +25,7 @@ def run(
     model: Model, prompts: list[list[int]], config: GenerationConfig
 ) -> tuple[float, list[list[int]], int, int]:
     """Return CPU seconds, the completions, and the numbers of proposed and accepted tokens."""
-    engine = Engine(model.decoder, max_sequences=len(prompts), speculate=config.speculate)
+    engine = Engine(model.backend, max_sequences=len(prompts), speculate=config.speculate)
     found: list[list[int]] = [[] for _ in prompts]
     proposed = accepted = 0
     for prompt in prompts:
@@ -63,7 +63,7 @@ def main() -> None:
                 max_new_tokens=options.new,
                 stop_tokens=(),
                 seed=0,
-                exact=model.decoder.is_invariant,
+                exact=model.backend.is_invariant,
             )
             gains: list[float] = []
             for _ in range(options.rounds):

@@ -28,14 +28,14 @@ def passes(
     torch.set_num_threads(threads)
     resolve("decoding", "steps", "matrix_unit", "vectors", wait=True)
     folder = huggingface_folder(shape, models)
-    decoder = workhorse.load(
+    backend = workhorse.load(
         folder, exact=exact, notify=lambda _line: None, **LOAD_OPTIONS[precision]
-    ).decoder
-    assert decoder.is_invariant == exact
+    ).backend
+    assert backend.is_invariant == exact
     prompts = random_tokens(sequences, prompt, TUNING[shape].vocab_size)
 
     def take() -> dict[str, float]:
-        runner = Runner(decoder, tokens=sequences * (prompt + steps), sequences=sequences)
+        runner = Runner(backend, tokens=sequences * (prompt + steps), sequences=sequences)
         texts = [runner.new_sequence(tokens) for tokens in prompts]
 
         def read(count: int) -> None:

@@ -21,6 +21,7 @@ from benchmarks.harness.shapes import DECODING, TRAINING, Shape
 from benchmarks.harness.tokens import TokenClock, random_tokens
 from benchmarks.harness.worker import Round
 from workhorse.data import Batch
+from workhorse.execute.backend import Backend
 from workhorse.generate import GenerationConfig, stream
 from workhorse.native import resolve
 from workhorse.native.allocator import keep_freed_memory
@@ -163,15 +164,15 @@ def generate(
     prompts = random_tokens(batch, prompt_tokens, DECODING[shape].vocab_size)
     config = GenerationConfig(max_new_tokens=new_tokens, temperature=0, stop_tokens=(), exact=exact)
 
-    return greedy(model.decoder, prompts, config)
+    return greedy(model.backend, prompts, config)
 
 
-def greedy(decoder: Decoder, prompts: list[list[int]], config: GenerationConfig) -> Round:
+def greedy(model: Decoder | Backend, prompts: list[list[int]], config: GenerationConfig) -> Round:
     """Rounds of new tokens of all prompts together, after one round that does not count."""
 
     def take() -> dict[str, float]:
         clock = TokenClock(len(prompts), len(prompts[0]))
-        deltas = stream(decoder, prompts, config, batch_size=len(prompts))
+        deltas = stream(model, prompts, config, batch_size=len(prompts))
         with suppress(StopIteration):
             while True:
                 for _ in prompts:

@@ -15,28 +15,23 @@ DEVICE = torch.device("cpu")
 def complete(*, shape: str, dtype: str, rows: int, exact: bool, models: str, threads: int) -> Round:
     """Rounds of completions of `rows` prompts."""
     from workhorse.checkpoints.stored import open_stored
-    from workhorse.execute.choose import decoding_body
-    from workhorse.execute.native_training.vocabulary import token_scores
-    from workhorse.native import resolve
+    from workhorse.execute.choose import decoding_backend
     from workhorse.train.rollouts import roll
 
     torch.set_num_threads(threads)
     stored = open_stored(str(huggingface_folder(shape, models)))
     reference = stored.load_decoder(dtype=getattr(torch, dtype))
-    decoder = decoding_body(reference, wait=True, exact=exact).decoder
-    training = resolve("training", wait=True).training
-    score = token_scores(training) if exact and training is not None else None
+    backend = decoding_backend(reference, wait=True, exact=exact, scores=exact)
 
     def take() -> None:
         roll(
-            decoder,
+            backend,
             _prompts(shape, rows),
             [1000 * row for row in range(rows)],
             tokenizer=_Silent(shape),  # type: ignore[arg-type]
             seq_len=PROMPT + NEW,
             max_new_tokens=NEW,
             stop_tokens=(),
-            score=score,
         )
 
     take()
@@ -47,16 +42,16 @@ def generate(*, shape: str, dtype: str, rows: int, models: str, threads: int) ->
     """Rounds of `workhorse.generate` for the same prompts."""
     from workhorse import generate as engine
     from workhorse.checkpoints.stored import open_stored
-    from workhorse.execute.choose import decoding_body
+    from workhorse.execute.choose import decoding_backend
 
     torch.set_num_threads(threads)
     stored = open_stored(str(huggingface_folder(shape, models)))
     reference = stored.load_decoder(dtype=getattr(torch, dtype))
-    decoder = decoding_body(reference, wait=True).decoder
+    backend = decoding_backend(reference, wait=True)
     config = engine.GenerationConfig(max_new_tokens=NEW, temperature=1.0, seed=0, logprobs=0)
 
     def take() -> None:
-        engine.generate(decoder, _prompts(shape, rows), config)
+        engine.generate(backend, _prompts(shape, rows), config)
 
     take()
     return lambda: {"tokens": rows * NEW / seconds_of(take, "cpu")}

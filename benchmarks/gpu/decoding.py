@@ -21,8 +21,9 @@ from benchmarks.gpu.speed import alone, at_least, decoder_config, llama_fields
 from benchmarks.harness import limits
 from benchmarks.harness.shapes import DECODING, NEW_TOKENS, PROMPT_TOKENS, Shape
 from benchmarks.harness.tokens import TokenClock, random_tokens
-from workhorse.execute.compiled.compiled_step import compile_steps
-from workhorse.execute.compiled.fixed_step import capture_steps
+from workhorse.execute.backend import Backend, backend_of
+from workhorse.execute.compiled.compiled_step import CompiledStep
+from workhorse.execute.compiled.fixed_step import CapturedStep, FixedStep, FixedStepBackend
 from workhorse.generate import GenerationConfig, generate, stream
 from workhorse.nn import Decoder
 from workhorse.transforms.quantization import FormatName, quantize
@@ -66,7 +67,7 @@ class Subject:
 
     shape: Shape
     precision: Precision
-    make: Callable[[], Decoder]
+    make: Callable[[], Backend]
 
 
 def checks(setting: Setting) -> Iterator[Check]:
@@ -86,11 +87,18 @@ def _ours(shape: Shape, precision: Precision, setting: Setting, rates: Rates) ->
     """Checks of one model: plain, then compiled, each also with CUDA graphs."""
     about = f"{shape.name} {precision}"
     plain = cache(partial(_model, shape, precision, setting.device))
-    compiled = cache(lambda: compile_steps(plain()))
-    ways: dict[str, Callable[[], Decoder]] = {"plain": plain, "compiled": compiled}
+    compiled = cache(lambda: CompiledStep(plain().decoder))
+
+    def by(step: FixedStep) -> Backend:
+        return FixedStepBackend(plain(), step, "steps")
+
+    ways: dict[str, Callable[[], Backend]] = {
+        "plain": plain,
+        "compiled": cache(lambda: by(compiled())),
+    }
     if setting.device.type == "cuda":
-        ways["plain, graphs"] = cache(lambda: capture_steps(plain()))
-        ways["compiled, graphs"] = cache(lambda: capture_steps(compiled()))
+        ways["plain, graphs"] = cache(lambda: by(CapturedStep(plain().decoder)))
+        ways["compiled, graphs"] = cache(lambda: by(CapturedStep(plain().decoder, compiled())))
     for name, make in ways.items():
         subject = Subject(shape, precision, make)
         for batch in BATCHES:
@@ -119,23 +127,23 @@ def _copy(setting: Setting, rates: Rates) -> Figures:
     return {"bytes": size, "gbytes_per_second": rates.copy / 1e9}
 
 
-def _model(shape: Shape, precision: Precision, device: torch.device) -> Decoder:
+def _model(shape: Shape, precision: Precision, device: torch.device) -> Backend:
     """A model with random weights, prepared as `workhorse.load` prepares a preset."""
     torch.manual_seed(0)
     decoder = decoder_config(shape).build(device=device, dtype=torch.bfloat16).eval()
     if precision != "bfloat16":
         quantize(decoder, precision)
-    return decoder
+    return backend_of(decoder)
 
 
 def _decode(subject: Subject, batch: int, setting: Setting, rates: Rates) -> Figures:
-    decoder, shape = subject.make(), subject.shape
+    backend, shape = subject.make(), subject.shape
     prompt, new = _lengths(setting)
     config = GenerationConfig(max_new_tokens=new, temperature=0, stop_tokens=())
-    found = greedy(decoder, random_tokens(batch, prompt, shape.vocab_size), config)()
+    found = greedy(backend, random_tokens(batch, prompt, shape.vocab_size), config)()
     figures: Figures = {"tokens_per_second": found["decode"], "prompt_tokens": found["prefill"]}
     if rates.copy is not None:
-        read = _weight_bytes(decoder) + batch * (prompt + new / 2) * _token_bytes(shape)
+        read = _weight_bytes(backend.decoder) + batch * (prompt + new / 2) * _token_bytes(shape)
         share = found["decode"] / batch * read / rates.copy
         figures["share_of_copy"] = at_least(share, BANDWIDTH_SHARE) if batch == 1 else share
     theirs = rates.transformers.get((shape.name, batch))
@@ -146,12 +154,12 @@ def _decode(subject: Subject, batch: int, setting: Setting, rates: Rates) -> Fig
 
 def _kernels(subject: Subject, setting: Setting) -> Figures:
     """Work of the GPU for a token of one sequence; see `timeline`."""
-    decoder = subject.make()
+    backend = subject.make()
     prompt, new = _lengths(setting)
     config = GenerationConfig(max_new_tokens=new, temperature=0, stop_tokens=())
     prompts = random_tokens(1, prompt, subject.shape.vocab_size)
-    generate(decoder, prompts, config)
-    deltas = stream(decoder, prompts, config)
+    generate(backend, prompts, config)
+    deltas = stream(backend, prompts, config)
     for _ in range(new // 4):
         next(deltas)
     return timeline(lambda: next(deltas), new // 4)
@@ -217,7 +225,7 @@ def _prefill(subject: Subject, batch: int, setting: Setting) -> Figures:
 
 def _guess(subject: Subject, setting: Setting) -> Figures:
     """Largest gain of guesses, which are looked up in the sequence: all of them are right."""
-    decoder = subject.make()
+    backend = subject.make()
     length, new = _lengths(setting)
     prompts = random_tokens(1, length, subject.shape.vocab_size)
     figures: Figures = {}
@@ -229,9 +237,9 @@ def _guess(subject: Subject, setting: Setting) -> Figures:
             speculate=guesses,
             logit_bias=PREFERRED,
         )
-        generate(decoder, prompts, config)
+        generate(backend, prompts, config)
         started = time.perf_counter()
-        (text,) = generate(decoder, prompts, config)
+        (text,) = generate(backend, prompts, config)
         name = "with_guesses" if guesses else "without"
         figures[name] = {"tokens_per_second": new / (time.perf_counter() - started)}
         if guesses:

@@ -13,21 +13,23 @@ largest one. The most likely token is the same if its lead over the second is mo
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.execute import windowed
+from tests.execute.passes import compiled, last_logits
 from tests.nn.grid import CAUSAL, COVERING, fixed_length, make, mixes_experts, name
 from tests.nn.paged import paged
-from workhorse.execute.compiled.compiled_step import compile_steps
+from workhorse.execute.backend import Backend, ModuleBackend, backend_of
+from workhorse.execute.compiled.fixed_step import Variant
 from workhorse.execute.native_decoding.layers import attend_natively, stream_weights
-from workhorse.execute.native_decoding.native_step import step_natively
+from workhorse.execute.native_decoding.native_step import NativeStepBackend
 from workhorse.generate import GenerationConfig, generate
 from workhorse.native import resolve
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.cache.fixed import CacheTensors
 
 pytestmark = [
     pytest.mark.campaign,
@@ -47,24 +49,25 @@ each_config = pytest.mark.parametrize(
 
 
 @pytest.fixture(params=["native", "native steps", "native and compiled", "steps over compiled"])
-def quicken(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Decoder], Decoder]:
+def quicken(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Decoder], Backend]:
     """A function that applies one of the four sets of transforms."""
 
-    def apply(decoder: Decoder) -> Decoder:
+    def apply(decoder: Decoder) -> Backend:
         operators = resolve("decoding", "steps", "matrix_unit", "vectors", wait=True)
         assert operators.decoding is not None
         stream_weights(decoder, operators)
         attend_natively(decoder, operators.decoding)
+        backend: Backend = ModuleBackend(decoder, operators)
         if "compiled" in request.param:
-            decoder = compile_steps(decoder, tmp_path)
-        return step_natively(decoder, operators) if "steps" in request.param else decoder
+            backend = compiled(decoder, tmp_path)
+        return NativeStepBackend(backend, operators) if "steps" in request.param else backend
 
     return apply
 
 
 @each_config
 def test_the_greedy_tokens_are_the_same_in_float32(
-    config: DecoderConfig, quicken: Callable[[Decoder], Decoder]
+    config: DecoderConfig, quicken: Callable[[Decoder], Backend]
 ) -> None:
     plain, quick = make(config), quicken(make(config))
     prompts = [[1, 2, 3, 4, 5], [6, 7]]
@@ -76,7 +79,7 @@ def test_the_greedy_tokens_are_the_same_in_float32(
 @each_config
 @torch.no_grad()
 def test_logits_stay_within_the_bound_in_bfloat16(
-    config: DecoderConfig, quicken: Callable[[Decoder], Decoder]
+    config: DecoderConfig, quicken: Callable[[Decoder], Backend]
 ) -> None:
     exact, quick = make(config).bfloat16().float(), quicken(make(config).bfloat16())
     length = min(SEQ, exact.max_seq_len)
@@ -90,33 +93,33 @@ def test_logits_stay_within_the_bound_in_bfloat16(
 
 
 def test_one_program_serves_several_texts_whatever_their_number(tmp_path: Path) -> None:
-    compiled = compile_steps(windowed.make(), tmp_path)
+    backend = compiled(windowed.make(), tmp_path)
     for rows in (2, 3):
-        assert windowed.texts(compiled, rows, 40) == windowed.texts(windowed.make(), rows, 40)
+        assert windowed.texts(backend, rows, 40) == windowed.texts(windowed.make(), rows, 40)
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_one_program_checks_guesses_whatever_their_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = compile_steps(windowed.make(), tmp_path)
-    steps = compiled.forward
+    backend = compiled(windowed.make(), tmp_path)
+    step = backend.step
     checked: list[int] = []
 
-    def watched(tokens: Tensor, **options: Any) -> Tensor:
+    def watched(variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
         checked.append(tokens.shape[1])
-        return steps(tokens, **options)
+        return step(variant, tokens, tensors)
 
-    monkeypatch.setattr(compiled, "forward", watched)
-    assert windowed.texts(compiled, 1, 60, guesses=5) == windowed.texts(windowed.make(), 1, 60)
-    assert len(set(checked[1:])) > 1, "after the prompt"
+    monkeypatch.setattr(backend, "step", watched)
+    assert windowed.texts(backend, 1, 60, guesses=5) == windowed.texts(windowed.make(), 1, 60)
+    assert len(set(checked)) > 1
     assert len(list(tmp_path.iterdir())) == 2  # one program for a single token, one with guesses
 
 
-def along(decoder: Decoder, tokens: Tensor) -> Tensor:
+def along(model: Decoder | Backend, tokens: Tensor) -> Tensor:
     """Logits after a prompt of four tokens and after each further one, in float32."""
-    cache = paged(decoder, *tokens.shape)
-    logits = [decoder.next_logits(tokens[:, :4], cache=cache)]
+    cache = paged(backend_of(model).decoder, *tokens.shape)
+    logits = [last_logits(model, tokens[:, :4], cache)]
     for step in range(4, tokens.shape[1]):
-        logits.append(decoder.next_logits(tokens[:, step : step + 1], cache=cache))
+        logits.append(last_logits(model, tokens[:, step : step + 1], cache))
     return torch.stack(logits).float()

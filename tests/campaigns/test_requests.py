@@ -20,9 +20,10 @@ import pytest
 import torch
 
 from tests.native.machine import decode_natively
+from workhorse.execute.backend import Backend, backend_of
 from workhorse.generate import Completion, Delta, Engine, GenerationConfig, generate
 from workhorse.generate.sequence import PIECE
-from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn import DecoderConfig
 from workhorse.transforms.quantization import FormatName, quantize
 
 pytestmark = pytest.mark.campaign
@@ -103,11 +104,11 @@ def requests(
     return asked
 
 
-def run(decoder: Decoder, asked: list[Asked], pick: random.Random) -> None:
+def run(backend: Backend, asked: list[Asked], pick: random.Random) -> None:
     """Run all requests, and cancel some. Few and many arrive at a time, in turn."""
     by_result: dict[int, Asked] = {}
     engine = Engine(
-        decoder,
+        backend,
         max_sequences=32,
         max_tokens=3000,  # so that some are preempted
         speculate=max(request.config.speculate for request in asked),
@@ -170,15 +171,15 @@ def test_a_thousand_requests(
     native: bool, dtype: torch.dtype, exact: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(0)
-    decoder = CONFIG.build(dtype=dtype).eval()
+    backend = backend_of(CONFIG.build(dtype=dtype).eval())
     if native:
-        decoder = decode_natively(decoder)
+        backend = decode_natively(backend.decoder)
     pick = random.Random(1)
     asked = requests(pick, exact=exact, guesses=not exact)
-    run(decoder, asked, pick)
+    run(backend, asked, pick)
     tokens = bits = same = 0
     for request in asked:
-        (alone,) = generate(decoder, [request.prompt], request.config)
+        (alone,) = generate(backend, [request.prompt], request.config)
         agreed, to_the_bit = agreement(request, alone, NEAR[dtype])
         tokens, bits = tokens + agreed, bits + to_the_bit
         same += [delta.token for delta in request.deltas] == list(alone.tokens)[
@@ -201,31 +202,31 @@ def test_ten_thousand_requests_of_invariant_decoders(
     precision: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dtype, format = PRECISIONS[precision]
-    rates, bodies = [], []
+    rates, backends = [], []
     for exact in (False, True):
         torch.manual_seed(0)
         decoder = CONFIG.build(dtype=dtype).eval()
         if format is not None:
             quantize(decoder, format)
-        decoder = decode_natively(decoder, exact=exact)
-        if exact and not decoder.is_invariant:
+        backend = decode_natively(decoder, exact=exact)
+        if exact and not backend.is_invariant:
             pytest.skip("there are no native steps here")
         pick = random.Random(1)
         asked = requests(pick, exact=True, count=2500)
         for request in asked:
             request.config = request.config.replace(exact=exact)
-        run(decoder, asked[:100], random.Random(0))  # not timed
+        run(backend, asked[:100], random.Random(0))  # not timed
         for request in asked:
             request.deltas.clear()
             request.cancelled = False
         started = time.process_time()
-        run(decoder, asked, pick)
+        run(backend, asked, pick)
         seconds = time.process_time() - started
         rates.append(sum(len(request.deltas) for request in asked) / seconds)
-        bodies.append(decoder)
+        backends.append(backend)
     differing = 0
     for request in asked:
-        (alone,) = generate(bodies[-1], [request.prompt], request.config.replace(speculate=0))
+        (alone,) = generate(backends[-1], [request.prompt], request.config.replace(speculate=0))
         assert alone.logprobs is not None
         expected = list(zip(alone.tokens, alone.logprobs, strict=True))
         found = [(delta.token, delta.logprob) for delta in request.deltas]

@@ -12,7 +12,7 @@ from tests.native.machine import OPERATORS, needs
 from tests.nn.grid import COVERING, make, name, random_tokens
 from workhorse.data import Batch
 from workhorse.execute.body import body_of
-from workhorse.execute.choose import decoding_body
+from workhorse.execute.choose import decoding_backend
 from workhorse.generate import GenerationConfig, generate
 from workhorse.models.families.llama import llama
 from workhorse.nn import Decoder, DecoderConfig
@@ -87,17 +87,17 @@ def test_hooks_of_one_are_not_those_of_the_other() -> None:
 @needs("steps")
 def test_a_hook_on_the_reference_leaves_native_decoding_as_it_is() -> None:
     reference = small()
-    body = decoding_body(reference, wait=True)
+    backend = decoding_backend(reference, wait=True)
     for module in reference.modules():
         module.register_forward_hook(lambda *_: pytest.fail("the reference was called"))
-    generate(body.decoder, [[1, 2]], GenerationConfig(max_new_tokens=3, temperature=0))
-    assert body.announcement.endswith("whole steps")
+    generate(backend, [[1, 2]], GenerationConfig(max_new_tokens=3, temperature=0))
+    assert backend.announcement.endswith("whole steps")
 
 
 def test_what_is_done_to_a_body_leaves_the_reference() -> None:
     reference = small()
     with unchanged(reference):
-        decoding_body(reference, wait=True)
+        decoding_backend(reference, wait=True)
         build_step(reference, TrainConfig(steps=1, batch_size=2, seq_len=8), CPU)
         body = body_of(reference)
         body.layers[0].attention.out_proj.weight = nn.Parameter(torch.zeros(64, 64))
@@ -118,7 +118,7 @@ def train_and_generate(
     reference = small()
     config = TrainConfig(steps=steps, batch_size=4, seq_len=16, dtype=dtype)
     step = build_step(reference, config, CPU)
-    body = decoding_body(reference, wait=True)
+    backend = decoding_backend(reference, wait=True)
     losses: list[float] = []
     found: list[list[int]] = []
     for number in range(steps):
@@ -126,15 +126,14 @@ def train_and_generate(
         if texts:
             prompts = [[n % 64, 1] for n in range(texts)]
             options = GenerationConfig(max_new_tokens=max_new_tokens, temperature=0)
-            found += [list(text.tokens) for text in generate(body.decoder, prompts, options)]
+            found += [list(text.tokens) for text in generate(backend, prompts, options)]
     if texts and OPERATORS.steps is not None:
-        assert body.announcement.endswith("whole steps")
+        assert backend.announcement.endswith("whole steps")
     kept = {
         name: weight.clone() for name, weight in step.optimizer.masters.weights(reference).items()
     }
     if texts:  # a separate model with these weights writes the last completions as well
-        alone = copy.deepcopy(reference)
-        alone = decoding_body(alone, wait=True).decoder
+        alone = decoding_backend(copy.deepcopy(reference), wait=True)
         last = generate(alone, prompts, options)
         assert [list(text.tokens) for text in last] == found[-texts:]
     return losses, kept, found

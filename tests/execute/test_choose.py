@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.execute.passes import last_logits
 from tests.native.machine import OPERATORS, needs
 from tests.nn.grid import CAUSAL, COVERING, make, name, random_tokens
 from tests.nn.paged import paged
 from workhorse.config.base import read_yaml
 from workhorse.errors import WorkhorseError
-from workhorse.execute.choose import NOT_COUNTED, decoding_body, training_announcement
+from workhorse.execute.choose import NOT_COUNTED, decoding_backend, training_announcement
 from workhorse.execute.native_decoding.layers import DecodingSdpa, StreamedLinear
-from workhorse.execute.native_decoding.native_step import SteppingDecoder
+from workhorse.execute.native_decoding.native_step import NativeStepBackend
 from workhorse.native import Operators
 from workhorse.native.steps import Steps
 from workhorse.nn import DecoderConfig
@@ -38,18 +39,18 @@ EACH = pytest.mark.parametrize(
 @torch.no_grad()
 def test_the_line_is_what_runs(config: DecoderConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole steps are calls of the operator; otherwise the line names modules without one."""
-    body = decoding_body(make(config).eval(), wait=True)
-    line = body.announcement
+    backend = decoding_backend(make(config).eval(), wait=True)
+    line = backend.announcement
     calls: list[object] = []
     run = Steps.run
     monkeypatch.setattr(Steps, "run", lambda *a, **k: calls.append(a) or run(*a, **k))
-    view = paged(body.decoder, 2, 8)
+    view = paged(backend.decoder, 2, 8)
     prompt, token = random_tokens(config, 2, 8).split([7, 1], dim=1)
-    body.decoder.next_logits(prompt, cache=view)
+    last_logits(backend, prompt, view)
     executed: set[object] = set()
     sys.setprofile(lambda frame, *_: executed.add(frame.f_code))
     try:
-        body.decoder.next_logits(token, cache=view)
+        last_logits(backend, token, view)
     finally:
         sys.setprofile(None)
     found = LINE.fullmatch(line)
@@ -62,7 +63,7 @@ def test_the_line_is_what_runs(config: DecoderConfig, monkeypatch: pytest.Monkey
     assert 0 < native <= total
     assert (native < total) is bool(plain)
     named = set((plain or "").split(", ")) - {""}
-    leaves = [module for module in body.decoder.modules() if not list(module.children())]
+    leaves = [module for module in backend.decoder.modules() if not list(module.children())]
     assert named <= {type(module).__name__ for module in leaves}
     ran = {type(one) for one in leaves if type(one).forward.__code__ in executed}
     by_pytorch = {kind for kind in ran if kind.__module__.startswith(("workhorse.nn", "torch"))}
@@ -75,9 +76,9 @@ def test_the_model_of_the_demo_has_whole_steps(dtype: torch.dtype) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "stdlib-small.yaml"
     config = Recipe.from_dict(read_yaml(recipe)).decoder_config(vocab_size=96)
     reference = config.build(dtype=dtype).eval()
-    body = decoding_body(reference, wait=True, exact=True)
-    assert body.announcement.endswith("whole steps")
-    assert body.decoder.is_invariant
+    backend = decoding_backend(reference, wait=True, exact=True)
+    assert backend.announcement.endswith("whole steps")
+    assert backend.is_invariant
 
 
 @needs("decoding")
@@ -85,23 +86,25 @@ def test_the_model_of_the_demo_has_whole_steps(dtype: torch.dtype) -> None:
 def test_only_a_decoder_on_the_cpu_gets_the_operators_of_one(device: str) -> None:
     with torch.device(device):
         reference = CAUSAL[0].build(kernel="sdpa").eval()
-    body = decoding_body(reference, wait=True)
-    kinds = StreamedLinear | DecodingSdpa | SteppingDecoder
-    ours = [part for part in body.decoder.modules() if isinstance(part, kinds)]
+    backend = decoding_backend(reference, wait=True)
+    kinds = StreamedLinear | DecodingSdpa
+    ours = [part for part in backend.decoder.modules() if isinstance(part, kinds)]
     assert bool(ours) is (device == "cpu")
+    steps = OPERATORS.steps is not None and device == "cpu"
+    assert isinstance(backend, NativeStepBackend) is steps
     if device == "meta":
-        assert body.decoder is reference
-        assert body.announcement == "decode: reference; no native steps"
+        assert backend.decoder is reference
+        assert backend.announcement == "decode: reference; no native steps"
 
 
 def test_without_operators_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORKHORSE_NATIVE", "0")
     reference = make(CAUSAL[0]).eval()
-    body = decoding_body(reference)
-    assert body.decoder is reference
-    assert body.announcement == "decode: reference; WORKHORSE_NATIVE=0"
+    backend = decoding_backend(reference)
+    assert backend.decoder is reference
+    assert backend.announcement == "decode: reference; WORKHORSE_NATIVE=0"
     with pytest.raises(WorkhorseError, match=r"execution=native needs native .*; choose auto"):
-        decoding_body(reference, "native")
+        decoding_backend(reference, "native")
     with pytest.raises(
         WorkhorseError, match=r"train.execution=native needs .*; set train.execution=auto"
     ):

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from tests.execute.passes import all_logits, compiled
 from tests.native.machine import needs
 from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
+from workhorse.execute.backend import Backend, backend_of
 from workhorse.execute.body import body_of
-from workhorse.execute.choose import decoding_body
-from workhorse.execute.compiled.compiled_step import compile_steps
+from workhorse.execute.choose import decoding_backend
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.grouped import Attention
 from workhorse.nn.attention.self_attention import Rotation
@@ -141,12 +142,12 @@ TRAINED = [name for name in CHANGES if name != "out"]
 EACH = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
 
-def stepped(decoder: Decoder) -> Tensor:
+def stepped(model: Decoder | Backend) -> Tensor:
     """Logits of all tokens after a prompt of three, one token at a time."""
-    cache = decoder.new_paged_cache(64, 2)
+    cache = backend_of(model).decoder.new_paged_cache(64, 2)
     view = PagedView(cache, [cache.new_sequence() for _ in TOKENS])
     with torch.no_grad():
-        parts = [decoder(part, cache=view) for part in TOKENS.split([3, *[1] * 6], dim=1)]
+        parts = [all_logits(model, part, view) for part in TOKENS.split([3, *[1] * 6], dim=1)]
     return torch.cat(parts, dim=1)
 
 
@@ -188,7 +189,7 @@ def test_native_decoding_computes_what_was_put_in(change: Callable[[Decoder], No
     decoder = small()
     change(decoder)
     torch.testing.assert_close(
-        stepped(decoding_body(decoder, wait=True).decoder), stepped(decoder), rtol=1e-4, atol=1e-5
+        stepped(decoding_backend(decoder, wait=True)), stepped(decoder), rtol=1e-4, atol=1e-5
     )
 
 
@@ -196,7 +197,7 @@ def test_native_decoding_computes_what_was_put_in(change: Callable[[Decoder], No
 def test_a_rotation_without_a_rope_is_computed_by_its_module() -> None:
     decoder = small()
     in_each_layer("attention.q_rotation", lambda _: TwoInputs())(decoder)
-    assert decoding_body(decoder, wait=True).announcement.endswith("no whole steps: TwoInputs")
+    assert decoding_backend(decoder, wait=True).announcement.endswith("no whole steps: TwoInputs")
 
 
 class TwoInputs(nn.Module):
@@ -214,19 +215,20 @@ def test_compiled_steps_follow_hooks_and_replaced_modules(tmp_path: Path) -> Non
     """No program with a hook or a foreign module may be stored in the shared folder."""
     reference = small(softcap=20.0)
     plain = stepped(reference)
-    body = compile_steps(body_of(reference).eval(), tmp_path)
+    body = body_of(reference).eval()
+    backend = compiled(body, tmp_path)
     layer = body.layers[0].feed_forward
     handle = layer.register_forward_hook(halved)
-    with_hook = stepped(body)  # first, so that a wrongly stored program would be found below
+    with_hook = stepped(backend)  # first, so that a wrongly stored program would be found below
     handle.remove()
     assert not list(tmp_path.iterdir())
-    torch.testing.assert_close(stepped(body), plain, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(stepped(backend), plain, rtol=1e-4, atol=1e-5)
     assert len(list(tmp_path.iterdir())) == 1
     handle = layer.register_forward_hook(halved)
-    torch.testing.assert_close(stepped(body), with_hook)
+    torch.testing.assert_close(stepped(backend), with_hook)
     handle.remove()
     body.layers[0].attention_sum = reference.layers[0].attention_sum = Half()
-    torch.testing.assert_close(stepped(body), stepped(reference), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(stepped(backend), stepped(reference), rtol=1e-4, atol=1e-5)
     assert len(list(tmp_path.iterdir())) == 1
     for factor in (0.5, 2.0):
         body.layers[0].attention_sum = reference.layers[0].attention_sum = type(
@@ -234,7 +236,7 @@ def test_compiled_steps_follow_hooks_and_replaced_modules(tmp_path: Path) -> Non
         )()
         body.layers[0].feed_forward_branch = Multiplier(factor)
         reference.layers[0].feed_forward_branch = Multiplier(factor)
-        torch.testing.assert_close(stepped(body), stepped(reference), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(stepped(backend), stepped(reference), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler warns about autograd functions
@@ -261,8 +263,8 @@ def test_weights_that_a_hook_computes_are_refused() -> None:
 
 def test_a_dtype_without_operators_runs_the_reference() -> None:
     decoder = small().half()
-    assert decoding_body(decoder, wait=True).announcement == (
+    assert decoding_backend(decoder, wait=True).announcement == (
         "decode: reference; no native operator computes in torch.float16"
     )
     with pytest.raises(WorkhorseError, match="execution=native needs native operators: no native"):
-        decoding_body(decoder, "native")
+        decoding_backend(decoder, "native")

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from tests.execute.passes import last_logits
 from tests.nn.paged import paged
+from workhorse.execute.backend import Backend, backend_of
 from workhorse.generate import GenerationConfig, generate
 from workhorse.nn import Decoder, DecoderConfig
 
@@ -50,16 +52,16 @@ def prompts(rows: int) -> list[list[int]]:
     return [[(7 * row + 3 * i) % 61 for i in range(5 + row)] for row in range(rows)]
 
 
-def texts(decoder: Decoder, rows: int, new: int, guesses: int = 0) -> list[tuple[int, ...]]:
+def texts(model: Decoder | Backend, rows: int, new: int, guesses: int = 0) -> list[tuple[int, ...]]:
     config = GenerationConfig(max_new_tokens=new, temperature=0, speculate=guesses)
-    return [done.tokens for done in generate(decoder, prompts(rows), config)]
+    return [done.tokens for done in generate(model, prompts(rows), config)]
 
 
 @torch.no_grad()
-def logits_along(decoder: Decoder, tokens: Tensor) -> list[Tensor]:
+def logits_along(model: Decoder | Backend, tokens: Tensor) -> list[Tensor]:
     """Logits after a prompt of three tokens, and after every further token."""
-    cache = paged(decoder, 1, tokens.shape[1] + 1)
-    logits = [decoder.next_logits(tokens[:, :3], cache=cache)]
+    cache = paged(backend_of(model).decoder, 1, tokens.shape[1] + 1)
+    logits = [last_logits(model, tokens[:, :3], cache)]
     for step in range(3, tokens.shape[1]):
-        logits.append(decoder.next_logits(tokens[:, step : step + 1], cache=cache))
+        logits.append(last_logits(model, tokens[:, step : step + 1], cache))
     return logits

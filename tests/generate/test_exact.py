@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.native.machine import decode_natively
 from workhorse.errors import WorkhorseError
+from workhorse.execute.backend import Backend, backend_of
 from workhorse.execute.body import sharing_copy
 from workhorse.generate import Engine, GenerationConfig, generate, stream
 from workhorse.generate.beam import beam_search
@@ -37,7 +38,7 @@ def make(
     invariant: bool = False,
     convolution: bool = False,
     format: FormatName | None = None,
-) -> Decoder:
+) -> Backend:
     def block(window: int | None) -> dict[str, object]:
         attention = {"n_heads": 4, "n_kv_heads": 2, "position": {"kind": "rope"}, "window": window}
         return {
@@ -67,7 +68,9 @@ def make(
             nn.init.normal_(part.weight, std=0.3)
     if format is not None:
         quantize(decoder, format)
-    return decode_natively(decoder, exact=invariant) if native or invariant else decoder
+    if native or invariant:
+        return decode_natively(decoder, exact=invariant)
+    return backend_of(decoder)
 
 
 def prompts() -> list[list[int]]:
@@ -102,11 +105,11 @@ def test_every_bit_is_that_of_the_text_alone(kind):
 @pytest.mark.parametrize("kind", INVARIANT)
 def test_an_invariant_decoder_needs_no_passes_of_its_own(kind, monkeypatch):
     dtype, options = INVARIANT[kind]
-    decoder = make(dtype, invariant=True, **options)
-    if not decoder.is_invariant:
+    backend = make(dtype, invariant=True, **options)
+    if not backend.is_invariant:
         pytest.skip("there are no native steps here")
     monkeypatch.setattr(Decoder, "hidden", None)  # so every pass is a native step
-    check_every_bit(decoder, speculate=3)
+    check_every_bit(backend, speculate=3)
 
 
 ADAPTERS = {
@@ -128,24 +131,28 @@ def with_adapter(base: Decoder, config: LoraConfig) -> Decoder:
 
 @pytest.mark.parametrize("kind", ["reference", "native", "native int8"])
 def test_adapters_share_weights_and_cache_and_change_no_bit_of_each_other(kind):
-    base = make(torch.bfloat16, format="int8" if "int8" in kind else None)
+    base = make(torch.bfloat16, format="int8" if "int8" in kind else None).decoder
     configs = ADAPTERS if "int8" in kind else ADAPTERS | DORA
     decoders = {name: with_adapter(base, config) for name, config in configs.items()}
     weights = set(base.parameters())
     for decoder in decoders.values():
         own = [one for one in decoder.parameters() if one not in weights]
         assert len(own) == len(adapter_parameters(decoder))
-    if kind != "reference":
-        base = decode_natively(base, exact=True)
-        decoders = {name: decode_natively(one, exact=True) for name, one in decoders.items()}
-        if not base.is_invariant:
-            pytest.skip("there are no native steps here")
-        assert [name for name, one in decoders.items() if one.is_invariant] == list(ADAPTERS)
-    check_every_bit(base, decoders, speculate=3 if "int8" in kind else 0)
+    if kind == "reference":
+        check_every_bit(base, decoders)
+        return
+    backend = decode_natively(base, exact=True)
+    adapters = {name: decode_natively(one, exact=True) for name, one in decoders.items()}
+    if not backend.is_invariant:
+        pytest.skip("there are no native steps here")
+    assert [name for name, one in adapters.items() if one.is_invariant] == list(ADAPTERS)
+    check_every_bit(backend, adapters, speculate=3 if "int8" in kind else 0)
 
 
 def check_every_bit(
-    decoder: Decoder, adapters: Mapping[str, Decoder] | None = None, speculate: int = 0
+    model: Decoder | Backend,
+    adapters: Mapping[str, Decoder | Backend] | None = None,
+    speculate: int = 0,
 ) -> None:
     """Requests arrive and are cancelled at random; the cache has room for three long ones.
 
@@ -157,7 +164,7 @@ def check_every_bit(
     asked = [(prompt, config) for prompt in prompts() for config in configs]
     waiting = pick.sample(asked, len(asked))
     engine = Engine(
-        decoder,
+        model,
         adapters=adapters,
         max_sequences=5,
         max_tokens=900,
@@ -182,7 +189,7 @@ def check_every_bit(
             engine.cancel(gone := pick.choice(list(texts)))
             cancelled.add(gone)
     for index, (adapter, prompt, config) in texts.items():
-        alone = Engine(decoder, adapters=adapters, max_sequences=1)
+        alone = Engine(model, adapters=adapters, max_sequences=1)
         alone.add(prompt, config, adapter=adapter)
         own, whole = found.get(index, []), []
         while not alone.is_idle:
@@ -193,10 +200,10 @@ def check_every_bit(
 
 
 def test_exact_texts_share_whole_pieces_with_each_other_alone(consumed):
-    decoder = make(torch.float32)
-    engine = Engine(decoder, max_sequences=3, prefix_caching=True)
+    backend = make(torch.float32)
+    engine = Engine(backend, max_sequences=3, prefix_caching=True)
     prompt = prompts()[6]
-    shapes = consumed(decoder)
+    shapes = consumed(backend.decoder)
 
     def read(config: GenerationConfig) -> list[int]:
         shapes.clear()
@@ -212,20 +219,20 @@ def test_exact_texts_share_whole_pieces_with_each_other_alone(consumed):
 
 
 def test_a_text_that_forgets_its_beginning_stays_exact():
-    decoder = make(torch.bfloat16)
+    backend = make(torch.bfloat16)
     config = SAMPLED.replace(truncate="left", max_new_tokens=80)
     texts = [tokens * 3 for tokens in prompts()[3:6]]
-    for text, found in zip(texts, generate(decoder, texts, config), strict=True):
-        (alone,) = generate(decoder, [text], config)
+    for text, found in zip(texts, generate(backend, texts, config), strict=True):
+        (alone,) = generate(backend, [text], config)
         assert found.tokens == alone.tokens
         assert found.logprobs == alone.logprobs
 
 
 def test_after_a_step_that_was_broken_off_every_bit_is_the_same():
-    decoder = make(torch.bfloat16)
-    prompt = prompts()[4]
-    (alone,) = generate(decoder, [prompt], SAMPLED)
-    engine = Engine(decoder, max_sequences=2)
+    backend = make(torch.bfloat16)
+    decoder, prompt = backend.decoder, prompts()[4]
+    (alone,) = generate(backend, [prompt], SAMPLED)
+    engine = Engine(backend, max_sequences=2)
     engine.add(prompt, SAMPLED)
     hidden, calls, deltas = decoder.hidden, [], []
 
@@ -248,24 +255,24 @@ def test_after_a_step_that_was_broken_off_every_bit_is_the_same():
 
 
 def test_beams_of_several_prompts_are_those_of_each():
-    decoder = make(torch.bfloat16)
+    backend = make(torch.bfloat16)
     config = GenerationConfig(beams=3, max_new_tokens=8, exact=True)
     texts = prompts()[2:6]
-    found = beam_search(decoder, texts, config)
+    found = beam_search(backend, texts, config)
     for text, beams in zip(texts, found, strict=True):
-        (alone,) = beam_search(decoder, [text], config)
+        (alone,) = beam_search(backend, [text], config)
         assert [(beam.tokens, beam.score) for beam in beams] == [
             (beam.tokens, beam.score) for beam in alone
         ]
 
 
 def test_guesses_that_could_change_a_bit_are_refused():
-    decoder, guessing = make(torch.float32), SAMPLED.replace(speculate=2)
-    engine = Engine(decoder, max_sequences=1, speculate=2)
+    backend, guessing = make(torch.float32), SAMPLED.replace(speculate=2)
+    engine = Engine(backend, max_sequences=1, speculate=2)
     for refused in (
         lambda: engine.add([1], GREEDY),
-        lambda: generate(decoder, [[1]], guessing),
-        lambda: stream(decoder, [[1]], guessing),
+        lambda: generate(backend, [[1]], guessing),
+        lambda: stream(backend, [[1]], guessing),
     ):
         with pytest.raises(WorkhorseError, match="exact is not possible with speculate=2"):
             refused()
@@ -273,27 +280,27 @@ def test_guesses_that_could_change_a_bit_are_refused():
     if not invariant.is_invariant:
         pytest.skip("there are no native steps here")
     with pytest.raises(WorkhorseError, match="exact is not possible with a draft at temperature=1"):
-        generate(invariant, [[1]], guessing, draft=decoder)
+        generate(invariant, [[1]], guessing, draft=backend)
     greedy = GREEDY.replace(speculate=2)
     (plain,) = generate(invariant, [[1]], GREEDY)
-    (guessed,) = generate(invariant, [[1]], greedy, draft=decoder)
+    (guessed,) = generate(invariant, [[1]], greedy, draft=backend)
     assert (guessed.tokens, guessed.logprobs) == (plain.tokens, plain.logprobs)
     assert guessed.accepted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_exact_texts_take_their_steps_together_where_that_changes_no_bit(dtype, monkeypatch):
-    decoder = make(dtype, native=True)
-    rows = []
-    read = type(decoder).next_logits
+    backend = make(dtype, native=True)
+    passes = []
+    read = type(backend).logits
 
-    def counting(decoder, tokens, **given):
-        rows.append(tokens.shape)
-        return read(decoder, tokens, **given)
+    def counting(backend, tokens, views, wanted):
+        passes.append([(len(view.sequences), seq) for view, seq in views])
+        return read(backend, tokens, views, wanted)
 
-    monkeypatch.setattr(type(decoder), "next_logits", counting)
+    monkeypatch.setattr(type(backend), "logits", counting)
     some = [[1, 2, 3], [4, 5, 6, 7], [8] * 40]
-    together = generate(decoder, some, GREEDY)
-    steps = rows[len(some) :]
-    assert steps == [(min(3, decoder.invariant_batch), 1)] * len(steps)
-    assert [generate(decoder, [prompt], GREEDY)[0] for prompt in some] == together
+    together = generate(backend, some, GREEDY)
+    steps = passes[len(some) :]
+    assert steps == [[(min(3, backend.invariant_batch), 1)]] * len(steps)
+    assert [generate(backend, [prompt], GREEDY)[0] for prompt in some] == together

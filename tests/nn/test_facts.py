@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.execute.passes import last_logits
 from tests.native.machine import OPERATORS, needs
 from tests.nn.paged import paged
-from workhorse.execute.choose import decoding_body
+from workhorse.execute.backend import backend_of
+from workhorse.execute.choose import decoding_backend
 from workhorse.execute.lower.train import train_natively
 from workhorse.execute.native_training.norms import NativeNorm
 from workhorse.generate import GenerationConfig, generate
@@ -18,7 +20,7 @@ from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import Scoring, make_kernel
 from workhorse.nn.attention.masks import AttentionPattern
 from workhorse.nn.attention.self_attention import SelfAttention, split_heads
-from workhorse.nn.cache.paged_view import PackedView, PagedView
+from workhorse.nn.cache.paged_view import PagedView
 from workhorse.nn.context import context_alone
 from workhorse.nn.norms import NormFacts, RMSNorm, RMSNormMultipliedFirst
 from workhorse.nn.surgery import as_subclass, replace_modules
@@ -58,13 +60,13 @@ def decoder_with(kind: type[RMSNorm]) -> Decoder:
 @pytest.mark.parametrize(("kind", "whole"), [(CentredRMSNorm, True), (Undeclared, False)])
 def test_it_decodes_natively(kind: type[RMSNorm], whole: bool) -> None:
     reference = decoder_with(kind)
-    body = decoding_body(reference, wait=True)
-    assert body.announcement.endswith("whole steps") is whole
+    backend = decoding_backend(reference, wait=True)
+    assert backend.announcement.endswith("whole steps") is whole
     tokens = torch.randint(64, (2, 6))
     found = []
-    for decoder in (reference, body.decoder):
-        view = paged(decoder, 2, 6)
-        found.append([decoder.next_logits(one, cache=view) for one in tokens.split(1, dim=1)])
+    for one in (backend_of(reference), backend):
+        view = paged(one.decoder, 2, 6)
+        found.append([last_logits(one, token, view) for token in tokens.split(1, dim=1)])
     for plain, native in zip(*found, strict=True):
         torch.testing.assert_close(native, plain, rtol=1e-4, atol=1e-4)
 
@@ -135,13 +137,14 @@ def test_a_new_attention_decodes_in_every_body():
     reference = with_new_attention()
     tokens = torch.randint(64, (1, 12))
     expected = reference(tokens)[0, [3, 11]]
-    for decoder in (reference, decoding_body(reference, wait=True).decoder):
+    for backend in (backend_of(reference), decoding_backend(reference, wait=True)):
+        decoder = backend.decoder
         cache = decoder.new_paged_cache(tokens=64, sequences=2)
         first, second = cache.new_sequence(), cache.new_sequence()
         decoder(tokens[:, :11], cache=PagedView(cache, [first]))
-        view = PackedView([(PagedView(cache, [second]), 4), (PagedView(cache, [first]), 1)])
-        packed = torch.cat((tokens[:, :4], tokens[:, 11:]), dim=1)
-        found = decoder.next_logits_packed(packed, [3, 4], view)
+        views = [(PagedView(cache, [second]), 4), (PagedView(cache, [first]), 1)]
+        packed = torch.cat((tokens[0, :4], tokens[0, 11:]))
+        found = backend.logits(packed, views, [1, 1])
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     completions = generate(reference, [tokens[0].tolist()], GenerationConfig(max_new_tokens=3))
     assert len(completions[0].tokens) == 3

@@ -16,9 +16,11 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.execute.passes import all_logits
 from tests.parity.reference import VOCAB, float_buffers, quiet, randomised, their_config
 from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
-from workhorse.execute.choose import decoding_body
+from workhorse.execute.backend import Backend, backend_of
+from workhorse.execute.choose import decoding_backend
 from workhorse.nn import Decoder
 from workhorse.nn.positions.rope import RopeConfig
 
@@ -94,8 +96,8 @@ def measure(
         plain = _errors(ours, theirs)
         if not native or _depends_on_length(decoder):
             return plain, None
-        native_body = decoding_body(decoder, wait=True).decoder
-        return plain, _errors((ours[0], _decoded(native_body, tokens)), theirs)
+        native_backend = decoding_backend(decoder, wait=True)
+        return plain, _errors((ours[0], _decoded(native_backend, tokens)), theirs)
 
 
 def _rounded(model: nn.Module) -> nn.Module:
@@ -113,13 +115,13 @@ def _depends_on_length(decoder: Decoder) -> bool:
     return any(isinstance(one, RopeConfig) and one.depends_on_length for one in positions)
 
 
-def _decoded(decoder: Decoder, tokens: Tensor) -> Outcome:
+def _decoded(model: Decoder | Backend, tokens: Tensor) -> Outcome:
     """Run a prompt and then single tokens through a cache, in batches of `FEW`."""
     outcomes = []
     for rows in tokens.split(FEW):
-        cache = decoder.new_cache(len(rows), SEQ)
+        cache = backend_of(model).decoder.new_cache(len(rows), SEQ)
         parts = [
-            _watched(lambda part, cache=cache: decoder(part, cache=cache), part)
+            _watched(lambda part, cache=cache: all_logits(model, part, cache), part)
             for part in rows.split(PARTS, dim=1)
         ]
         outcomes.append(_joined(parts, dim=1))

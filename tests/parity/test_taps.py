@@ -9,7 +9,7 @@ import torch
 from tests.parity import reference
 from tests.parity.all_cases import ALL
 from tests.parity.test_families import BOUND
-from workhorse.execute.choose import decoding_body
+from workhorse.execute.choose import decoding_backend
 from workhorse.inspect import Tracer, attribute
 
 WITHOUT_SINK = ("granite_swa", "granitemoe_swa")
@@ -19,7 +19,7 @@ WITHOUT_SINK = ("granite_swa", "granitemoe_swa")
 @pytest.mark.parametrize("model_type", ALL)
 def test_traces(model_type: str, tmp_path: Path) -> None:
     pair = reference.make(model_type, ALL[model_type][0], tmp_path)
-    decoding_body(pair.ours)  # must not change the reference
+    decoding_backend(pair.ours)  # must not change the reference
     tracer = Tracer(pair.ours)
     run = tracer(pair.tokens)
     with torch.no_grad():

@@ -119,7 +119,7 @@ def test_each_has_its_own_bytes_whatever_else_is_served(
         for body, found in zip(asked, alone, strict=True):
             if (body["model"], body["temperature"]) == (name, 0):
                 prompt = list(body["prompt"].encode())
-                (loaded,) = generate(model.decoder, [prompt], config)
+                (loaded,) = generate(model.backend, [prompt], config)
                 served = found[0]["logprobs"]["content"]
                 assert [one["token_id"] for one in served] == list(loaded.tokens)
                 torch.testing.assert_close(
@@ -137,7 +137,7 @@ def test_what_is_said_of_exactness_covers_all_adapters(paths: dict[str, Path], e
         settings = EngineSettings(str(paths["base"]), adapters=adapters, exact=exact)
         return build(settings)[1].is_exact
 
-    native = workhorse.load(paths["base"], exact=True, notify=print).decoder.is_invariant
+    native = workhorse.load(paths["base"], exact=True, notify=print).backend.is_invariant
     expected = {"auto": native, "always": True, "never": False}[exact]
     assert said("team/sql", "json") == expected
     assert said("team/sql", "dora") == (exact == "always")

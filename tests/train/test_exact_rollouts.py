@@ -16,8 +16,7 @@ from tests.train.test_rollouts import recipe
 from workhorse import load
 from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
-from workhorse.execute.choose import decoding_body
-from workhorse.execute.native_training.vocabulary import token_scores
+from workhorse.execute.choose import decoding_backend
 from workhorse.generate.runner import Chunk, Runner
 from workhorse.generate.sequence import TokenSequence
 from workhorse.nn import DecoderConfig
@@ -101,7 +100,7 @@ def wired(name: str) -> dict[str, Any]:
 
 
 class Pair:
-    """A model's exact decoding body, and its training body."""
+    """A model's exact decoding backend, and its training body."""
 
     def __init__(self, config: DecoderConfig, dtype: str, seq_len: int) -> None:
         torch.manual_seed(0)
@@ -122,9 +121,7 @@ class Pair:
         step = build_step(decoder, train, torch.device("cpu"))
         assert isinstance(step.objective, ModelObjective)
         self.objective = step.objective.eval()
-        self.decoder = decoding_body(decoder, wait=True, exact=True).decoder
-        assert OPERATORS.training is not None
-        self.score = token_scores(OPERATORS.training)
+        self.backend = decoding_backend(decoder, wait=True, exact=True, scores=True)
 
     @torch.no_grad()
     def decoded(self, tokens: Tensor, first: Sequence[int]) -> Tensor:
@@ -133,7 +130,7 @@ class Pair:
         Of each row, the first tokens are processed in one pass.
         """
         rows, seq = tokens.shape
-        runner = Runner(self.decoder, tokens=rows * (seq + 32), sequences=rows)
+        runner = Runner(self.backend, tokens=rows * (seq + 32), sequences=rows)
         sequences = [TokenSequence([], runner.cache) for _ in range(rows)]
         found = torch.zeros(rows, seq - 1)
         done = [0] * rows
@@ -152,7 +149,9 @@ class Pair:
             for row, last in zip(ran, logits.last, strict=True):
                 begin, end = done[row], done[row] + counts[row]
                 own = logits.of[last + 1 - counts[row] : last + 1]
-                found[row, begin:end] = self.score(own, tokens[row, begin + 1 : end + 1])
+                scores = self.backend.scores(own, tokens[row, begin + 1 : end + 1])
+                assert scores is not None
+                found[row, begin:end] = scores
                 done[row] = end
         return found
 

@@ -15,7 +15,8 @@ from workhorse.checkpoints import CheckpointStore
 from workhorse.config.base import ConfigError
 from workhorse.data import IGNORE, Batch, Batches, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
-from workhorse.execute.choose import decoding_body
+from workhorse.execute.backend import backend_of
+from workhorse.execute.choose import decoding_backend
 from workhorse.generate import GenerationConfig, generate
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import BytesConfig, train_tokenizer
@@ -67,7 +68,7 @@ def rollouts(tmp_path: Path, **config: Any) -> tuple[Rollouts, Any]:
     options = RolloutConfig(completions=4, max_new_tokens=5, **config)
     made = Rollouts(
         prompts,
-        decoding_body(decoder, wait=True).decoder,
+        decoding_backend(decoder, wait=True),
         tokenizer,
         options,
         stop_tokens=(tokenizer.eos_id,) if tokenizer.eos_id is not None else (),
@@ -95,7 +96,7 @@ def test_rows_are_completions_at_temperature_1_with_their_own_seeds(tmp_path: Pa
     asked = [prompts_of(made.prompts[0], made.tokenizer)[0]] * 4
     together = made.complete(asked, [1, 2, 50, 51])
     alone = [
-        generate(made.decoder, [asked[0].tokens], GenerationConfig(max_new_tokens=5, seed=seed))[0]
+        generate(made.backend, [asked[0].tokens], GenerationConfig(max_new_tokens=5, seed=seed))[0]
         for seed in (1, 2, 50, 51)
     ]
     assert [tuple(one.tokens) for one in together] == [tuple(one.tokens) for one in alone]
@@ -400,7 +401,7 @@ def test_on_policy_distillation_approaches_the_teacher(tmp_path: Path) -> None:
         workhorse.save(decoder, tmp_path / name, tokenizer=made.tokenizer)
 
     def reverse_kl(decoder: Decoder) -> float:
-        made.decoder = decoder
+        made.backend = backend_of(decoder)
         found, count = 0.0, 0
         for step in range(100, 103):
             batch = made[step]

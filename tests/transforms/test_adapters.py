@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from tests.nn.grid import CAUSAL, COVERING
 from workhorse.errors import WorkhorseError
 from workhorse.execute.body import body_of
-from workhorse.execute.choose import decoding_body
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.transforms.adapters import (
     adapted_layers,
@@ -187,15 +186,6 @@ def test_a_body_has_the_adapter() -> None:
     assert torch.equal(logits(body), logits(decoder))
     assert adapter_parameters(body).keys() == adapter_parameters(decoder).keys()
     assert torch.equal(logits(copy.deepcopy(decoder)), logits(decoder))
-
-
-@pytest.mark.slow
-def test_compiled_steps_cannot_be_switched() -> None:
-    body = decoding_body(add_adapter(built(), LoraConfig()), "compiled").decoder
-    with pytest.raises(WorkhorseError, match="compiled for decoding keeps its adapter"):
-        set_adapter(body, "default")
-    with pytest.raises(WorkhorseError, match="compiled for decoding"), disabled(body):
-        pass
 
 
 def test_initial_values_depend_on_seed_and_name_only() -> None:

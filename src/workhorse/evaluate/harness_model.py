@@ -19,10 +19,10 @@ from workhorse.data import start_token
 from workhorse.errors import WorkhorseError, nearest
 from workhorse.evaluate.evaluation import check_causal
 from workhorse.evaluate.scoring import Question, Score, by_length, score
+from workhorse.execute.backend import Backend
 from workhorse.generate import Completion, GenerationConfig, generate
 from workhorse.generate.options import stored
 from workhorse.model.model import Model
-from workhorse.nn import Decoder
 from workhorse.tokenizers import ChatTemplate
 
 WHEN_SAMPLING = stored("do_sample")
@@ -92,13 +92,13 @@ def _completions(
         for prompt in prompts:  # one at a time, so that each has its own seed
             seed = int(torch.randint(2**31, ()))
             drawn = config.replace(seed=seed, n_samples=len(same[prompt]))
-            found = generate(asked.decoder, [prompt], drawn, tokenizer=asked.tokenizer)
+            found = generate(asked.backend, [prompt], drawn, tokenizer=asked.tokenizer)
             yield from zip(same[prompt], found, strict=True)
         return
-    device = asked.decoder.device
+    device = asked.backend.decoder.device
     for batch in by_length(prompts, asked.batch_size, device, room=config.max_new_tokens):
         found = generate(
-            asked.decoder, batch, config, tokenizer=asked.tokenizer, batch_size=len(batch)
+            asked.backend, batch, config, tokenizer=asked.tokenizer, batch_size=len(batch)
         )
         for prompt, completion in zip(batch, found, strict=True):
             yield from ((number, completion) for number in same[prompt])
@@ -186,9 +186,9 @@ class HarnessModel(TemplateLM):
         self._device = model.decoder.device
 
     @property
-    def decoder(self) -> Decoder:
-        """The decoder of the model."""
-        return self._model.decoder
+    def backend(self) -> Backend:
+        """The way in which the model generates."""
+        return self._model.backend
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:

@@ -1,18 +1,18 @@
 """Choice of how a model is executed, and the line that announces it."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from workhorse.devices.instructions import cpu_has
 from workhorse.errors import WorkhorseError
+from workhorse.execute.backend import Backend, ModuleBackend
 from workhorse.execute.body import Execution, NativeModule, body_of
-from workhorse.execute.compiled.compiled_step import CompiledDecoder, compile_steps
-from workhorse.execute.compiled.fixed_step import CapturedDecoder, capture_steps, why_not_fixed
+from workhorse.execute.compiled.compiled_step import CompiledStep
+from workhorse.execute.compiled.fixed_step import CapturedStep, FixedStepBackend, why_not_fixed
 from workhorse.execute.native_decoding.layers import ATTENDED, attend_natively, stream_weights
-from workhorse.execute.native_decoding.native_step import SteppingDecoder, step_natively
+from workhorse.execute.native_decoding.native_step import NativeStepBackend
 from workhorse.native import Library, Operators, resolve
 from workhorse.nn import Decoder
 from workhorse.nn.elementwise import Sum, Unchanged
@@ -29,48 +29,19 @@ NOT_COUNTED = (nn.Identity, nn.Dropout, Unchanged, Sum)
 """Modules that are not counted in announcements: they compute nothing, or exist only for hooks."""
 
 
-class DecodingBody(NamedTuple):
-    """A decoder ready for generation; it shares the parameters of the reference decoder."""
-
-    decoder: Decoder
-    operators: Operators
-    reason: str = ""
-    """Reason why native execution is not possible, for `announcement`; empty if there is none."""
-
-    @property
-    def announcement(self) -> str:
-        """One line for the user: how the decoder runs, and which modules run in PyTorch and why.
-
-        This runs the decoder once to check whether one native call can compute a whole step.
-        """
-        decoder = self.decoder
-        if isinstance(decoder, CapturedDecoder):
-            compiled = isinstance(decoder, CompiledDecoder)
-            return f"decode: {'compiled' if compiled else 'native'} (CUDA graphs), whole steps"
-        if self.operators.decoding is None and not isinstance(decoder, CompiledDecoder):
-            quantised = any(True for module in decoder.modules() for _ in _computed(module))
-            why = "quantised layers use native operators" if quantised else self.reason
-            return "decode: reference" + (f"; {why}" if why else "")
-        why_not = "" if not isinstance(decoder, SteppingDecoder) else decoder.why_not_whole()
-        if isinstance(decoder, SteppingDecoder) and not why_not:
-            return f"decode: native ({instructions(decoder)}), whole steps"
-        if isinstance(decoder, CompiledDecoder):
-            return "decode: compiled, whole steps"
-        return f"decode: {_in_part(decoder)}" + (f"; no whole steps: {why_not}" if why_not else "")
-
-
 LIBRARIES: tuple[Library, ...] = ("decoding", "steps", "matrix_unit", "vectors")
-"""Libraries of native operators that a decoding body uses."""
+"""Libraries of native operators that a decoding backend uses."""
 
 
-def decoding_body(
+def decoding_backend(
     reference: Decoder,
     execution: Execution = "auto",
     *,
     wait: bool = False,
     exact: bool = False,
-) -> DecodingBody:
-    """Return a copy of a decoder for fast generation and evaluation; it shares the parameters.
+    scores: bool = False,
+) -> Backend:
+    """Return a backend for fast generation; its decoder shares the parameters of the reference.
 
     Args:
         reference: the decoder on its final device, in its final dtype, and already quantised if it
@@ -81,16 +52,18 @@ def decoding_body(
             to compile them in the background: this decoder then runs without them, and models that
             are loaded later use them. It only applies to `auto`; `native` and `compiled` wait.
         exact: True to compute logits whose bits depend only on the tokens before them, if native
-            steps can compute the model; see `step_natively`.
+            steps can compute the model; see `Backend.is_invariant`.
+        scores: True if log-probabilities must have the bits of training; see `Backend.scores`.
 
     Raises:
         WorkhorseError: there are no native operators, or the decoder cannot be compiled.
     """
     if execution == "reference":
-        return DecodingBody(reference, Operators())
+        return ModuleBackend(reference, name=_reference(reference))
     if reference.device.type != "cpu":
         return _on_a_gpu(reference, execution)
-    operators = resolve(*LIBRARIES, wait=wait or execution != "auto")
+    libraries = (*LIBRARIES, "training") if scores else LIBRARIES
+    operators = resolve(*libraries, wait=wait or execution != "auto")
     body = body_of(reference).eval()
     dtype = next(reference.parameters()).dtype
     if dtype not in ATTENDED:
@@ -102,25 +75,42 @@ def decoding_body(
         reason = operators.why_not["decoding"]
         if execution == "native":
             raise WorkhorseError(f"execution=native needs native operators: {reason}; choose auto")
-        return DecodingBody(reference, operators, reason)
+        return ModuleBackend(reference, operators, _reference(reference, reason))
+    backend: Backend = ModuleBackend(body, operators, _in_part(body))
     if execution == "compiled":
-        body = compile_steps(body)
+        backend = FixedStepBackend(backend, CompiledStep(body), "compiled")
     if operators.steps is not None:
-        body = step_natively(body, operators, exact=exact)
-    return DecodingBody(body, operators)
+        name = f"native ({instructions(body)})"
+        backend = NativeStepBackend(backend, operators, exact=exact, name=name)
+    return backend
 
 
-def _on_a_gpu(reference: Decoder, execution: Execution) -> DecodingBody:
-    """`decoding_body` for a GPU: steps are CUDA graphs, so the GPU never waits for Python."""
+def _on_a_gpu(reference: Decoder, execution: Execution) -> Backend:
+    """`decoding_backend` for a GPU: steps are CUDA graphs, so the GPU never waits for Python."""
     body = body_of(reference).eval()
-    if execution == "compiled":
-        body = compile_steps(body)
+    modules = ModuleBackend(body)
+    compiled = CompiledStep(body) if execution == "compiled" else None
     reason = "no native steps" if reference.device.type != "cuda" else why_not_fixed(body)
     if not reason:
-        return DecodingBody(capture_steps(body), Operators())
+        name = "native" if compiled is None else "compiled"
+        return FixedStepBackend(modules, CapturedStep(body, compiled), f"{name} (CUDA graphs)")
     if execution == "native":
         raise WorkhorseError(f"execution=native is not possible: {reason}; choose auto")
-    return DecodingBody(body if execution == "compiled" else reference, Operators(), reason)
+    if compiled is not None:
+        return FixedStepBackend(modules, compiled, "compiled")
+    return ModuleBackend(reference, name=_reference(reference, reason))
+
+
+def _reference(decoder: Decoder, reason: str = "") -> str:
+    """Describe a decoder without native layers.
+
+    Args:
+        decoder: the decoder.
+        reason: reason why native execution is not possible; empty if there is none.
+    """
+    if any(True for module in decoder.modules() for _ in _computed(module)):
+        reason = "quantised layers use native operators"
+    return "reference" + (f"; {reason}" if reason else "")
 
 
 def training_announcement(objective: nn.Module, operators: Operators, compiled: bool) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from workhorse.execute.backend import Backend, backend_of
 from workhorse.generate.checks import (
     StreamingTokenizer,
     TextStream,
@@ -41,7 +42,7 @@ class _Hypothesis:
 
 
 def beam_search(
-    decoder: Decoder,
+    decoder: Decoder | Backend,
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
     *,
@@ -56,6 +57,8 @@ def beam_search(
     Raises:
         WorkhorseError: see `check_prompts`; or logits are not finite.
     """
+    backend = backend_of(decoder)
+    decoder = backend.decoder
     fitting = check_prompts(decoder, prompts, config, tokenizer)
     if not fitting:
         return []
@@ -66,7 +69,7 @@ def beam_search(
     new = config.max_new_tokens - 1
     rows, longest = len(fitting) * config.beams, max(map(len, fitting))
     each_text = tokens_needed(longest, new, decoder.max_seq_len)
-    runner = Runner(decoder, tokens=rows * each_text, sequences=rows)
+    runner = Runner(backend, tokens=rows * each_text, sequences=rows)
     started = time.perf_counter()
     sequences = [runner.new_sequence(prompt, exact=config.exact) for prompt in fitting]
     logits = _read(runner, sequences)

@@ -6,6 +6,7 @@ from numbers import Integral
 from typing import Any, Protocol, cast
 
 from workhorse.errors import WorkhorseError, shown
+from workhorse.execute.backend import Backend, backend_of
 from workhorse.generate.config import GenerationConfig
 from workhorse.nn import Decoder
 
@@ -95,39 +96,58 @@ class StreamingTokenizer(Protocol):
     ) -> TokenStream: ...
 
 
-def check_models(decoder: object, draft: object, tokenizer: object) -> None:
-    """Check the types of a decoder, a draft model and a tokenizer.
+def checked_models(
+    decoder: object, draft: object, tokenizer: object
+) -> tuple[Backend, Backend | None]:
+    """Check the types of a model, a draft model and a tokenizer.
+
+    Args:
+        decoder: a decoder or a backend.
+        draft: the same, or None.
+        tokenizer: a `StreamingTokenizer`, or None.
+
+    Returns:
+        The backends of the model and of the draft model.
 
     Raises:
         WorkhorseError: an argument has the wrong type.
     """
     for name, model in {"decoder": decoder, "draft": draft}.items():
-        if not isinstance(model, Decoder) and (model is not None or name == "decoder"):
+        if not isinstance(model, Decoder | Backend) and (model is not None or name == "decoder"):
             raise WorkhorseError(f"{name}={shown(model)} is not a decoder; give a model's .decoder")
     if tokenizer is not None and not hasattr(tokenizer, "stream"):
         raise WorkhorseError(
             f"tokenizer={shown(tokenizer)} is not a tokenizer; give a model's .tokenizer, or omit "
             "it"
         )
+    model, guesser = cast(Decoder | Backend, decoder), cast(Decoder | Backend | None, draft)
+    return backend_of(model), None if guesser is None else backend_of(guesser)
 
 
-def check_adapters(decoder: Decoder, adapters: Mapping[str, Decoder]) -> None:
+def checked_adapters(
+    backend: Backend, adapters: Mapping[str, Decoder | Backend]
+) -> dict[str, Backend]:
     """Check that decoders with adapters can use the cache of the decoder without.
+
+    Returns:
+        Their backends.
 
     Raises:
         WorkhorseError: one is not a decoder, or of another model, device or dtype.
     """
 
-    def kind(one: Decoder) -> object:
-        return one.config, one.device, next(one.parameters()).dtype
+    def kind(one: Backend) -> object:
+        decoder = one.decoder
+        return decoder.config, decoder.device, next(decoder.parameters()).dtype
 
-    for name, one in adapters.items():
-        check_models(one, None, None)
-        if kind(one) != kind(decoder):
+    checked = {name: checked_models(one, None, None)[0] for name, one in adapters.items()}
+    for name, one in checked.items():
+        if kind(one) != kind(backend):
             raise WorkhorseError(
                 f"adapter {shown(name)} is not a decoder of the engine's model, device and dtype; "
                 "give the decoder that Model.with_adapter makes"
             )
+    return checked
 
 
 def checked_config(config: object) -> GenerationConfig:
@@ -236,8 +256,8 @@ def check_functions(name: str, functions: object) -> tuple[Any, ...]:
 
 
 def check_draft(
-    decoder: Decoder,
-    draft: Decoder | None,
+    backend: Backend,
+    draft: Backend | None,
     speculate: int,
     tokenizer: StreamingTokenizer | None,
 ) -> None:
@@ -253,7 +273,8 @@ def check_draft(
             "a draft has no effect with speculate=0; set speculate=4, or omit the draft"
         )
     # With a tokenizer the number of ids in use is known, so embeddings may be padded differently.
-    vocab, ours, theirs = usable_vocab(decoder, tokenizer), decoder.config, draft.config
+    ours, theirs = backend.decoder.config, draft.decoder.config
+    vocab = usable_vocab(backend.decoder, tokenizer)
     if theirs.vocab_size != ours.vocab_size and (tokenizer is None or theirs.vocab_size < vocab):
         raise WorkhorseError(
             f"the draft has a vocabulary of {theirs.vocab_size} and the model one of {vocab}; "
@@ -262,25 +283,25 @@ def check_draft(
 
 
 def check_exact(
-    decoder: Decoder, config: GenerationConfig, speculate: int, draft: Decoder | None
+    backend: Backend, config: GenerationConfig, speculate: int, *, has_draft: bool
 ) -> None:
     """Check that guesses change no bit of an exact completion.
 
     Args:
-        decoder: the model.
+        backend: the model.
         config: the options of the completion.
         speculate: the number of guesses that a pass may have.
-        draft: the model that guesses.
+        has_draft: True if a draft model guesses.
 
     Raises:
         WorkhorseError: they can change it.
     """
-    if config.exact and speculate and not decoder.is_invariant:
+    if config.exact and speculate and not backend.is_invariant:
         raise WorkhorseError(
             f"exact is not possible with speculate={speculate}: the bits of this decoder's logits "
-            "depend on the length of a pass (Decoder.is_invariant is False); set speculate=0"
+            "depend on the length of a pass (Backend.is_invariant is False); set speculate=0"
         )
-    if config.exact and config.speculate and draft is not None and config.samples:
+    if config.exact and config.speculate and has_draft and config.samples:
         raise WorkhorseError(
             f"exact is not possible with a draft at temperature={config.temperature:g}: its random "
             "guesses change which tokens are drawn; omit the draft"

@@ -3,14 +3,15 @@
 from collections.abc import Iterator, Sequence
 
 from workhorse.errors import WorkhorseError
+from workhorse.execute.backend import Backend
 from workhorse.generate.beam import beam_search
 from workhorse.generate.checks import (
     StreamingTokenizer,
     check_draft,
     check_exact,
-    check_models,
     check_prompts,
     checked_config,
+    checked_models,
     prompt_list,
     whole,
 )
@@ -22,18 +23,19 @@ from workhorse.nn import Decoder, evaluation_mode
 
 
 def generate(
-    decoder: Decoder,
+    decoder: Decoder | Backend,
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig | None = None,
     *,
     tokenizer: StreamingTokenizer | None = None,
-    draft: Decoder | None = None,
+    draft: Decoder | Backend | None = None,
     batch_size: int = 32,
 ) -> list[Completion]:
     """Generate completions of each prompt.
 
     Args:
-        decoder: the model; dropout is off while it generates.
+        decoder: the model; dropout is off while it generates. A decoder's modules are called; a
+            backend (`Model.backend`) may be faster.
         prompts: token ids; lengths may differ.
         config: the options; None: the defaults of `GenerationConfig`.
         tokenizer: decodes tokens, and defines eos and the number of ids in use. None: completions
@@ -52,22 +54,22 @@ def generate(
     """
     config = checked_config(config).with_seed()
     batch_size = whole("batch_size", batch_size, 1)
-    check_models(decoder, draft, tokenizer)
-    check_draft(decoder, draft, config.speculate, tokenizer)
-    check_exact(decoder, config, config.speculate, draft)
+    backend, draft = checked_models(decoder, draft, tokenizer)
+    check_draft(backend, draft, config.speculate, tokenizer)
+    check_exact(backend, config, config.speculate, has_draft=draft is not None)
     prompts = prompt_list(prompts)
-    checked = check_prompts(decoder, prompts, config, tokenizer)
+    checked = check_prompts(backend.decoder, prompts, config, tokenizer)
     if config.beams > 1:
         completions: list[Completion] = []
-        with evaluation_mode(decoder):
+        with evaluation_mode(backend.decoder):
             for part in _slices(prompts, batch_size // config.beams):
                 completions += [
-                    best for best, *_ in beam_search(decoder, part, config, tokenizer=tokenizer)
+                    best for best, *_ in beam_search(backend, part, config, tokenizer=tokenizer)
                 ]
         return completions
     results: list[list[Delta]] = [[] for _ in range(len(prompts) * config.n_samples)]
     for delta in _deltas(
-        decoder, checked, config, tokenizer=tokenizer, draft=draft, batch_size=batch_size
+        backend, checked, config, tokenizer=tokenizer, draft=draft, batch_size=batch_size
     ):
         results[delta.index].append(delta)
     return [
@@ -83,12 +85,12 @@ def generate(
 
 
 def stream(
-    decoder: Decoder,
+    decoder: Decoder | Backend,
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig | None = None,
     *,
     tokenizer: StreamingTokenizer | None = None,
-    draft: Decoder | None = None,
+    draft: Decoder | Backend | None = None,
     batch_size: int = 32,
 ) -> Iterator[Delta]:
     """Generate completions of each prompt, and yield their tokens one by one.
@@ -103,39 +105,38 @@ def stream(
     """
     config = checked_config(config).with_seed()
     batch_size = whole("batch_size", batch_size, 1)
-    check_models(decoder, draft, tokenizer)
+    backend, draft = checked_models(decoder, draft, tokenizer)
     if config.beams > 1:
         raise WorkhorseError(
             f"beams={config.beams} cannot be streamed: beam search returns its text only at the "
             "end; set beams=1"
         )
-    checked = check_prompts(decoder, prompt_list(prompts), config, tokenizer)
-    check_draft(decoder, draft, config.speculate, tokenizer)
-    check_exact(decoder, config, config.speculate, draft)
+    checked = check_prompts(backend.decoder, prompt_list(prompts), config, tokenizer)
+    check_draft(backend, draft, config.speculate, tokenizer)
+    check_exact(backend, config, config.speculate, has_draft=draft is not None)
     return _deltas(
-        decoder, checked, config, tokenizer=tokenizer, draft=draft, batch_size=batch_size
+        backend, checked, config, tokenizer=tokenizer, draft=draft, batch_size=batch_size
     )
 
 
 def _deltas(
-    decoder: Decoder,
+    backend: Backend,
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
     *,
     tokenizer: StreamingTokenizer | None,
-    draft: Decoder | None,
+    draft: Backend | None,
     batch_size: int,
 ) -> Iterator[Delta]:
     """Yield the new tokens of all prompts. `Delta.index` counts completions over all prompts."""
     if not prompts:
         return
     at_once = min(max(batch_size // config.n_samples, 1), len(prompts))
-    slack, new = slack_of(config, decoder), config.max_new_tokens - 1
-    needs = sorted(
-        tokens_needed(len(prompt), new, decoder.max_seq_len, slack) for prompt in prompts
-    )
+    slack, new = slack_of(config, backend.decoder), config.max_new_tokens - 1
+    context = backend.decoder.max_seq_len
+    needs = sorted(tokens_needed(len(prompt), new, context, slack) for prompt in prompts)
     engine = Engine(
-        decoder,
+        backend,
         tokenizer=tokenizer,
         draft=draft,
         max_sequences=at_once * config.n_samples,

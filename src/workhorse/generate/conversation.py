@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from workhorse.errors import WorkhorseError, shown
+from workhorse.execute.backend import Backend
+from workhorse.generate.checks import checked_models
 from workhorse.generate.config import Delta, GenerationConfig
 from workhorse.generate.engine import Engine
 from workhorse.generate.speculation import slack_of
@@ -116,13 +118,13 @@ class Conversation:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | Backend,
         tokenizer: Tokenizer,
         format: ChatFormat,
         config: GenerationConfig,
         *,
         system: str = "",
-        draft: Decoder | None = None,
+        draft: Decoder | Backend | None = None,
     ) -> None:
         if not isinstance(system, str):
             raise WorkhorseError(
@@ -131,7 +133,6 @@ class Conversation:
         for name in ("n_samples", "beams"):
             if (number := getattr(config, name)) > 1:
                 raise WorkhorseError(f"{name}={number}: a chat has one reply; omit {name}")
-        self._decoder = decoder
         self._tokenizer = tokenizer
         self._format = format
         stop_tokens = dict.fromkeys((*format.stop_tokens, *(config.stop_tokens or ())))
@@ -143,12 +144,13 @@ class Conversation:
             format.encode([*self._system, {"role": "user", "content": "a"}])
         self.messages = list(self._system)
         self.forgotten = 0
+        backend, draft = checked_models(decoder, draft, tokenizer)
         self._engine = Engine(
-            decoder,
+            backend,
             tokenizer=tokenizer,
             draft=draft,
             max_sequences=1,
-            speculate=slack_of(config, decoder),
+            speculate=slack_of(config, backend.decoder),
             prefix_caching=True,
         )
 
@@ -192,7 +194,7 @@ class Conversation:
         The last message is always included.
         """
         recent = list(messages[len(self._system) :])
-        context = self._decoder.max_seq_len
+        context = self._engine.decoder.max_seq_len
         room = context + 1 - min(self._config.max_new_tokens, context // REPLY_SHARE)
         tokens = self._format.encode([*self._system, *recent])
         while len(tokens) > room and len(recent) > 1:

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError, nearest, shown
-from workhorse.execute.native_decoding.layers import decoding_operators
+from workhorse.execute.backend import Backend
 from workhorse.generate.checks import (
     StreamingTokenizer,
-    check_adapters,
     check_draft,
     check_exact,
     check_functions,
-    check_models,
     check_prompts,
+    checked_adapters,
     checked_config,
+    checked_models,
     usable_vocab,
     whole,
 )
@@ -36,7 +36,7 @@ from workhorse.generate.config import Delta, GenerationConfig
 from workhorse.generate.pace import PromptPace
 from workhorse.generate.request import Guess, LogitProcessor, Request, StopCondition
 from workhorse.generate.runner import Chunk, Logits, Runner, tokens_needed, wait
-from workhorse.generate.sampling import Chooser, Score, token_logprobs
+from workhorse.generate.sampling import Chooser, token_logprobs
 from workhorse.generate.scheduler import Scheduler
 from workhorse.generate.sequence import PIECE
 from workhorse.generate.speculation import Draft, PromptLookup, Proposer, slack_of
@@ -60,7 +60,8 @@ class Engine:
     """Generates completions of any number of prompts, which may be added and cancelled at any time.
 
     Args:
-        decoder: the model; dropout is off during a step.
+        decoder: the model; dropout is off during a step. A decoder's modules are called; a backend
+            (`Model.backend`) may be faster.
         adapters: the same model with an adapter, by the adapter's name; see `Model.with_adapter`. A
             step has a pass for each adapter in use.
         tokenizer: decodes tokens, and defines eos and the number of ids in use. None: deltas have
@@ -80,8 +81,6 @@ class Engine:
         prefix_caching: True to keep keys and values while the cache has room, so that a later
             prompt is processed only after the prefix that is in the cache. The weights must not
             change.
-        score: computes the log-probabilities of the chosen tokens from logits (rows, vocab) and
-            tokens (rows); None: PyTorch computes them in float32.
 
     Raises:
         WorkhorseError: an option has a wrong type or is out of range, an adapter belongs to another
@@ -90,32 +89,31 @@ class Engine:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | Backend,
         *,
-        adapters: Mapping[str, Decoder] | None = None,
+        adapters: Mapping[str, Decoder | Backend] | None = None,
         tokenizer: StreamingTokenizer | None = None,
-        draft: Decoder | None = None,
+        draft: Decoder | Backend | None = None,
         max_sequences: int = 32,
         max_tokens: int | None = None,
         token_budget: int | None = None,
         prompt_share: float | None = None,
         speculate: int = 0,
         prefix_caching: bool = False,
-        score: Score | None = None,
     ) -> None:
-        check_models(decoder, draft, tokenizer)
-        check_adapters(decoder, adapters or {})
+        backend, draft = checked_models(decoder, draft, tokenizer)
+        adapted = checked_adapters(backend, adapters or {})
         if not isinstance(prefix_caching, bool):
             raise WorkhorseError(
                 f"prefix_caching={shown(prefix_caching)} is not a bool; give True or False"
             )
-        self.decoder = decoder
+        self._backend = backend
+        self.decoder = decoder = backend.decoder
         self.tokenizer = tokenizer
         self.max_sequences = whole("max_sequences", max_sequences, 1)
         self._draft = draft
-        self._score = score
         self._speculate = speculate = whole("speculate", speculate, 0)
-        check_draft(decoder, draft, speculate, tokenizer)
+        check_draft(backend, draft, speculate, tokenizer)
         least = self.max_sequences * (1 + speculate)
         if token_budget is None:
             token_budget = max(TOKEN_BUDGET, least)
@@ -130,11 +128,11 @@ class Engine:
         if max_tokens is not None:
             tokens = whole("max_tokens", max_tokens, 1)
         self._runner = Runner(
-            decoder,
+            backend,
             tokens=tokens,
             sequences=self.max_sequences,
             slack=speculate,
-            adapters=adapters,
+            adapters=adapted,
         )
         self._scheduler = Scheduler(
             self._runner.cache,
@@ -229,10 +227,10 @@ class Engine:
         processors = check_functions("processors", processors)
         stop_conditions = check_functions("stop_conditions", stop_conditions)
         (fitting,) = check_prompts(self.decoder, [prompt], config, self.tokenizer)
-        if adapter not in self._runner.decoders:
-            known = nearest(str(adapter), filter(None, self._runner.decoders))
+        if adapter not in self._runner.backends:
+            known = nearest(str(adapter), filter(None, self._runner.backends))
             raise WorkhorseError(f"the engine has no adapter {shown(adapter)}; {known}")
-        self._check(config, len(fitting), self._runner.decoders[adapter])
+        self._check(config, len(fitting), self._runner.backends[adapter])
         indices = range(self._added, self._added + config.n_samples)
         requests = [
             Request(
@@ -260,8 +258,8 @@ class Engine:
             self._requests |= zip(indices, requests, strict=True)
         return indices
 
-    def _check(self, config: GenerationConfig, prompt_tokens: int, decoder: Decoder) -> None:
-        """Raise a WorkhorseError if the engine can never serve a request with this decoder."""
+    def _check(self, config: GenerationConfig, prompt_tokens: int, backend: Backend) -> None:
+        """Raise a WorkhorseError if the engine can never serve a request with this backend."""
         if config.beams > 1:
             raise WorkhorseError(
                 f"beams={config.beams}: beam search returns no tokens before its end, so an engine "
@@ -272,8 +270,8 @@ class Engine:
                 f"speculate={config.speculate} is more than speculate={self._speculate} of this "
                 f"engine; create it with speculate={config.speculate}"
             )
-        check_exact(decoder, config, self._speculate, self._draft)
-        separate = config.exact and not decoder.is_invariant
+        check_exact(backend, config, self._speculate, has_draft=self._draft is not None)
+        separate = config.exact and not backend.is_invariant
         piece = self.max_sequences - 1 + min(PIECE, self.decoder.max_seq_len)
         if separate and self._scheduler.token_budget < piece:
             raise WorkhorseError(
@@ -326,10 +324,9 @@ class Engine:
         self._repair()
         self._drop_cancelled()
         with ExitStack() as around:
-            for decoder in self._runner.decoders.values():
-                around.enter_context(evaluation_mode(decoder))
-            if self._draft is not None:
-                around.enter_context(evaluation_mode(self._draft))
+            for backend in (*self._runner.backends.values(), self._draft):
+                if backend is not None:
+                    around.enter_context(evaluation_mode(backend.decoder))
             try:
                 self._is_stepping = self._is_dirty = True
                 self._advance()
@@ -406,7 +403,8 @@ class Engine:
         start = request.sequence.cached.length - len(logits)
         following = torch.tensor(request.prompt[start + 1 : start + 1 + len(logits)])
         rows, n = logits[: len(following)], request.config.prompt_logprobs
-        scores = token_logprobs(rows, following.to(rows.device), n, self._score)
+        following = following.to(rows.device)
+        scores = token_logprobs(rows, following, n, self._backend.scores(rows, following))
         request.scores[start:] = [one for one in scores if one is not None]
 
     def _plan(self) -> list[tuple[Request, int]]:
@@ -561,12 +559,9 @@ class Engine:
         self._choosers = {key: chooser for key, chooser in self._choosers.items() if key in used}
         for key, indices in groups.items():
             if key not in self._choosers:
-                self._choosers[key] = self._chooser(requests[indices[0]].config)
+                config = requests[indices[0]].config
+                self._choosers[key] = Chooser(config, self._vocab, self._backend)
         return [(self._choosers[key], indices) for key, indices in groups.items()]
-
-    def _chooser(self, config: GenerationConfig) -> Chooser:
-        size, decoding = self.decoder.config.vocab_size, decoding_operators(self.decoder)
-        return Chooser(config, self._vocab, size, decoding, self._score)
 
     def _guess(self) -> None:
         """Guess tokens for the requests that decode and have a new token.

@@ -234,7 +234,7 @@ class Options(Fields):
     distribution of completions. 0: no guesses."""
     exact: Annotated[bool, Option(verbs=BOTH, chooses=False)] = False
     """True to make results bitwise independent of other requests and of the prefix cache. If the
-    decoder is not invariant (`Decoder.is_invariant`), this is slower: prompts are never batched,
+    decoder is not invariant (`Backend.is_invariant`), this is slower: prompts are never batched,
     and decode steps are batched only if this changes no bit (native operators). It then cannot be
     combined with `speculate`."""
     beams: Annotated[

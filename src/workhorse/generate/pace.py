@@ -12,7 +12,7 @@ class PromptPace:
     """Chooses the number of prompt tokens so that they lengthen a step by a given fraction.
 
     Times differ from run to run, and so do the numbers. They affect rounding only, and nothing if
-    the decoder is invariant (`Decoder.is_invariant`).
+    the decoder is invariant (`Backend.is_invariant`).
 
     Args:
         share: the fraction of the time of a step without prompts.

@@ -2,16 +2,17 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
+from workhorse.execute.backend import Backend
 from workhorse.generate.sequence import PIECE, TokenSequence
-from workhorse.nn import Decoder
 from workhorse.nn.cache.paged import CachedSequence
-from workhorse.nn.cache.paged_view import PackedView, PagedView
+from workhorse.nn.cache.paged_view import PagedView
 
 
 class Chunk(NamedTuple):
@@ -56,15 +57,16 @@ class Runner:
     of other adapters, and exact ones (see `TokenSequence`), have separate passes.
 
     Args:
-        decoder: the decoder, in evaluation mode.
+        backend: computes logits; its decoder is in evaluation mode.
         tokens: the maximum number of tokens of all sequences together.
         sequences: the maximum number of sequences at a time.
         slack: the number of a sequence's newest tokens that can be removed, such as rejected
             guesses.
-        adapters: the decoder with each adapter, by the adapter's name.
+        adapters: the backend with each adapter, by the adapter's name.
 
     Attributes:
-        decoders: the decoder for each name of an adapter, and None for the base.
+        decoder: the decoder of `backend`.
+        backends: the backend for each name of an adapter, and None for the base.
         is_changing: True while block tables change. It stays True after an exception, and the
             tables are then inconsistent until `reset`.
         is_in_pass: True during a pass. It stays True after an exception, and the sequences of the
@@ -73,18 +75,18 @@ class Runner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        backend: Backend,
         *,
         tokens: int,
         sequences: int,
         slack: int = 0,
-        adapters: Mapping[str, Decoder] | None = None,
+        adapters: Mapping[str, Backend] | None = None,
     ) -> None:
-        self.decoder = decoder
-        self.decoders: dict[str | None, Decoder] = {None: decoder}
-        self.decoders.update(adapters or {})
+        self.decoder = decoder = backend.decoder
+        self.backends: dict[str | None, Backend] = {None: backend}
+        self.backends.update(adapters or {})
         self.slack = slack
-        if any(one.is_invariant for one in self.decoders.values()):
+        if any(one.is_invariant for one in self.backends.values()):
             slack = max(slack, PIECE - 1)  # only up to this number of tokens if there is a window
         self.cache = decoder.new_paged_cache(tokens, sequences, slack)
         self.is_changing = False
@@ -107,7 +109,7 @@ class Runner:
             exact: True if its logits must not depend, bit by bit, on other sequences and passes.
             adapter: name of the adapter; None: the base.
         """
-        if not self.decoders[adapter].is_invariant:
+        if not self.backends[adapter].is_invariant:
             return TokenSequence(tokens, self.cache, exact=exact, adapter=adapter)
         has_window = any(reach is not None for reach in self.cache.pools)
         most = self.cache.slack + 1 if has_window else None
@@ -180,7 +182,7 @@ class Runner:
             own = [n for n, one in enumerate(chunks) if one.sequence.adapter == adapter]
             packed = [n for n in own if chunks[n].count and chunks[n].sequence.prompt is None]
             steps = [n for n in own if chunks[n].count == 1 and chunks[n].sequence.is_step]
-            most = self.decoders[adapter].invariant_batch if steps else 1
+            most = self.backends[adapter].invariant_batch if steps else 1
             batches += [packed] if packed else []
             batches += [steps[start : start + most] for start in range(0, len(steps), most)]
         return batches
@@ -200,9 +202,10 @@ class Runner:
         with self.changing():
             view = self._view(adapter, [sequence.cached for sequence in sequences])
             view.reserve([1] * len(sequences))
-        read = tokens.to(self._device).clamp(min=0)[:, None]
+        read = tokens.to(self._device).clamp(min=0)
         self.is_in_pass = True
-        logits = on_sampling_device(self.decoders[adapter].next_logits(read, cache=view))
+        logits = self.backends[adapter].logits(read, [(view, 1)], [1] * len(sequences))
+        logits = on_sampling_device(logits)
         self.is_in_pass = False
         for sequence, row in zip(sequences, logits.split(1), strict=True):
             sequence.ahead = row
@@ -210,13 +213,12 @@ class Runner:
     def _pass(self, chunks: Sequence[Chunk]) -> Logits:
         """Process the tokens of all chunks, which have the same adapter, in one pass."""
         adapter = chunks[0].sequence.adapter
-        decoder = self.decoders[adapter]
         # Empty sequences get their own batch: it attends only to its new keys, not to the cache.
         batches: dict[tuple[int, bool], list[int]] = {}
         for n, (sequence, count, _) in enumerate(chunks):
             batches.setdefault((count, sequence.cached.length == 0), []).append(n)
         order = [n for batch in batches.values() for n in batch]
-        tokens = [chunks[n].sequence.next_tokens(chunks[n].count) for n in order]
+        tokens = [token for n in order for token in chunks[n].sequence.next_tokens(chunks[n].count)]
         with self.changing():
             views = [
                 (self._view(adapter, [chunks[n].sequence.cached for n in batch]), count)
@@ -225,33 +227,19 @@ class Runner:
             for view, count in views:
                 view.reserve([count] * len(view.sequences))
             self._views[adapter] = {tuple(view.sequences): view for view, _ in views}
-        wanted = [chunk.wanted for chunk in chunks]
+        wanted = [chunks[n].wanted for n in order]
+        if not any(wanted) or (len(views) == 1 and max(wanted) == 1):
+            wanted = [1] * len(order)
         self.is_in_pass = True
-        if len(views) == 1 and max(wanted) <= 1:
-            logits = decoder.next_logits(self._tensor(tokens), cache=views[0][0])
-            ends = list(range(len(order)))
-        elif len(views) == 1 and set(wanted) == {views[0][1]}:
-            logits = decoder(self._tensor(tokens), cache=views[0][0]).flatten(0, 1)
-            ends = list(range(views[0][1] - 1, len(logits), views[0][1]))
-        else:
-            index, ends, start = list[int](), list[int](), 0
-            for n, some in zip(order, tokens, strict=True):
-                start += len(some)
-                index += range(start - chunks[n].wanted, start)
-                ends.append(len(index) - 1)
-            flat = self._tensor([[token for some in tokens for token in some]])
-            packed = PackedView(views)
-            logits = decoder.next_logits_packed(flat, index or [start - 1], packed)
+        read = torch.tensor(tokens, device=self._device)
+        logits = self.backends[adapter].logits(read, views, wanted)
         self.is_in_pass = False
-        lasts = dict(zip(order, ends, strict=True))
-        return Logits(on_sampling_device(logits), [lasts[n] for n in range(len(chunks))])
+        ends = {n: end - 1 for n, end in zip(order, accumulate(wanted), strict=True)}
+        return Logits(on_sampling_device(logits), [ends[n] for n in range(len(chunks))])
 
     def _view(self, adapter: str | None, sequences: Sequence[CachedSequence]) -> PagedView:
         known = self._views.get(adapter, {})
         return known.get(tuple(sequences)) or PagedView(self.cache, sequences)
-
-    def _tensor(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor(tokens, device=self._device)
 
 
 def wait(logits: Tensor) -> None:

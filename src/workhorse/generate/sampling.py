@@ -13,13 +13,11 @@ from torch import Tensor
 
 from workhorse.devices.transfer import ToHost
 from workhorse.errors import WorkhorseError, shown
+from workhorse.execute.backend import Backend
 from workhorse.generate.config import GenerationConfig, TokenLogprob
 from workhorse.generate.request import Request
 from workhorse.native import Decoding
 from workhorse.nn.logprobs import log_probabilities, normaliser
-
-Score = Callable[[Tensor, Tensor], Tensor]
-"""Computes log-probabilities (rows) of tokens (rows) from logits (rows, vocab)."""
 
 _READ_NATIVELY = (torch.bfloat16, torch.float32)
 _NUCLEUS_FIRST_LOOK = 1024  # likeliest tokens tried before top-p sorts the whole vocabulary
@@ -280,25 +278,16 @@ class Chooser:
     Args:
         config: the sampling options.
         vocab: the number of ids in use; larger ids are never chosen.
-        size: the size of the vocabulary, padding included.
-        decoding: the native operators that the decoder uses.
-        score: see `Engine`.
+        backend: the backend that computes the logits.
     """
 
-    def __init__(
-        self,
-        config: GenerationConfig,
-        vocab: int,
-        size: int,
-        decoding: Decoding | None = None,
-        score: Score | None = None,
-    ) -> None:
+    def __init__(self, config: GenerationConfig, vocab: int, backend: Backend) -> None:
+        size = backend.decoder.config.vocab_size
         self.config = config
         self.shape = shaping(config, vocab if vocab < size else None)
         self._vocab = vocab
         self._size = size
-        self._decoding = decoding
-        self._score = score
+        self._backend = backend
         self._rows: list[Request] = []
         self._history: History | None = None
 
@@ -347,9 +336,10 @@ class Chooser:
                 ahead(tokens)
             ids = arriving.wait()
             _check_rows(min(ids) >= 0, at, chosen)
-            own = (at, self._score)
-            scored, score = (processed, None) if self.config.processed_logprobs else own
-            logprobs = token_logprobs(scored, tokens, self.config.logprobs, score)
+            scored, own = processed, None
+            if not self.config.processed_logprobs:
+                scored, own = at, self._backend.scores(at, tokens)
+            logprobs = token_logprobs(scored, tokens, self.config.logprobs, own)
             if history is not None:
                 history.add(tokens, indices)
             yield from zip(chosen, ids, logprobs, strict=True)
@@ -369,7 +359,7 @@ class Chooser:
         processed = any(row.processors for row in rows)
         if takes_likeliest(self.config) and not processed:
             logits = logits[:, : self._vocab]
-            return argmax(logits, self._decoding), logits
+            return argmax(logits, self._backend.operators.decoding), logits
         _check_rows(all_finite(logits), logits, rows)
         if processed:
             logits = torch.stack([_processed(*both) for both in zip(logits, rows, strict=True)])
@@ -452,7 +442,10 @@ def _uniforms(rows: Sequence[Request]) -> Tensor:
 
 
 def token_logprobs(
-    logits: Tensor, tokens: Tensor, n: int | None, score: Score | None
+    logits: Tensor,
+    tokens: Tensor,
+    n: int | None,
+    own: Tensor | None = None,
 ) -> list[TokenLogprob | None]:
     """Return the log-probability of a token and the n likeliest tokens for each row of logits.
 
@@ -460,13 +453,13 @@ def token_logprobs(
         logits: `(rows, vocab)`.
         tokens: int64 `(rows,)`.
         n: number of likeliest tokens; None: the result is a list of None.
-        score: see `Engine`.
+        own: the log-probabilities of the tokens, (rows,); None: PyTorch computes them in float32.
     """
     if n is None:
         return [None] * len(tokens)
     logprobs = log_probabilities(logits.float())
-    of_tokens = logprobs.gather(-1, tokens[:, None])[:, 0]
-    own = (of_tokens if score is None else score(logits, tokens)).tolist()
+    if own is None:
+        own = logprobs.gather(-1, tokens[:, None])[:, 0]
     best = logprobs.topk(min(n, logprobs.shape[-1]), dim=-1)
     return [
         TokenLogprob(
@@ -475,6 +468,6 @@ def token_logprobs(
             tuple((one, p) for one, p in zip(ids, values, strict=True) if p > -torch.inf),
         )
         for token, logprob, ids, values in zip(
-            tokens.tolist(), own, best.indices.tolist(), best.values.tolist(), strict=True
+            tokens.tolist(), own.tolist(), best.indices.tolist(), best.values.tolist(), strict=True
         )
     ]

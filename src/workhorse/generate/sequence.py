@@ -20,7 +20,7 @@ class TokenSequence:
     The results of an exact sequence depend only on its tokens, bit by bit. Its prompt is processed
     by itself, in pieces that end at multiples of `PIECE`. All later tokens are processed one by
     one. They share a pass with other sequences only if that changes no bit
-    (`Decoder.invariant_batch`). If the decoder is invariant (`Decoder.is_invariant`), no sequence
+    (`Backend.invariant_batch`). If the decoder is invariant (`Backend.is_invariant`), no sequence
     needs this; see `Runner.new_sequence`.
 
     Args:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workhorse.execute.backend import Backend
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.request import Guess, Request
 from workhorse.generate.runner import Chunk, Runner
@@ -124,17 +125,17 @@ class Draft:
     """Guesses from a smaller decoder with the same vocabulary and the same sampling filters.
 
     Args:
-        decoder: the draft model, in evaluation mode when it guesses.
+        draft: the draft model, in evaluation mode when it guesses.
         of: the runner of the model that verifies the guesses. If a sequence exceeds the context of
             the model or of the draft, its older half is dropped and the rest processed again.
         prefix_caching: see `Engine`.
     """
 
-    def __init__(self, decoder: Decoder, of: Runner, *, prefix_caching: bool = False) -> None:
+    def __init__(self, draft: Backend, of: Runner, *, prefix_caching: bool = False) -> None:
         cache = of.cache
-        self._context = min(decoder.max_seq_len, of.decoder.max_seq_len)
+        self._context = min(draft.decoder.max_seq_len, of.decoder.max_seq_len)
         self._runner = Runner(
-            decoder,
+            draft,
             # Guesses, and up to two tokens that the model has not processed.
             tokens=cache.tokens + cache.sequences * (of.slack + 2),
             sequences=cache.sequences,

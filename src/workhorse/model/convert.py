@@ -114,7 +114,7 @@ def convert(
     if adapters_of(model.reference):
         model = model.merged()
     if n_kv_heads is not None:
-        model = replace(model, decoder=group_heads(model.decoder, n_kv_heads), family=family)
+        model = replace(model, reference=group_heads(model.decoder, n_kv_heads), family=family)
     decoder = model.decoder
     _check_weights(decoder)
     name = dtype_name(own_dtype) if dtype == "auto" else dtype

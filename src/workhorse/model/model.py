@@ -24,8 +24,9 @@ from workhorse.data.documents import Document
 from workhorse.devices.memory import size
 from workhorse.errors import WorkhorseError, shown
 from workhorse.evaluate import Evaluation, evaluate
+from workhorse.execute.backend import Backend
 from workhorse.execute.body import Execution, sharing_copy
-from workhorse.execute.choose import DecodingBody, decoding_body
+from workhorse.execute.choose import decoding_backend
 from workhorse.files.text_formats import to_path
 from workhorse.generate import Completion, Delta, GenerationConfig, generate, stream
 from workhorse.generate.checks import token_ids
@@ -126,8 +127,8 @@ class Model:
 
     name: str
     """Path or name that the model was loaded from."""
-    decoder: Decoder
-    """The decoder that is executed: `reference`, or a copy of it with faster modules."""
+    reference: Decoder
+    """The decoder with the modules that its config builds; PyTorch hooks work on all of them."""
     tokenizer: Tokenizer | None
     """The tokenizer; None if there is none. Prompts and completions are then token ids."""
     trained: bool
@@ -143,25 +144,26 @@ class Model:
     """The model type of the Hugging Face directory or GGUF file that the model was loaded from."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Sampling options of `generation_config.json`, used if a call gives no `GenerationConfig`."""
-    body: DecodingBody | None = None
-    """The copy of the decoder that `with_execution` prepared, and how it is executed; None if
-    `decoder` has the modules that its config builds."""
-    built: Decoder | None = None
-    """The decoder that `body` was created from; None if `body` is None."""
+    executed: Backend | None = None
+    """The result of `with_execution`; None: the modules of `reference` are called."""
 
     @property
-    def reference(self) -> Decoder:
-        """The decoder with the modules that its config builds, and the parameters of `decoder`.
+    def backend(self) -> Backend:
+        """The way in which the model generates; it executes `decoder`."""
+        return self.executed or decoding_backend(self.reference, "reference")
 
-        PyTorch hooks work on its modules; the faster modules of `decoder` have no hooks.
+    @property
+    def decoder(self) -> Decoder:
+        """The decoder that is executed: `reference`, or a copy of it with faster modules.
+
+        The copy has the parameters of `reference`, but not its hooks. Its own hooks are called.
         """
-        return self.decoder if self.built is None else self.built
+        return self.reference if self.executed is None else self.executed.decoder
 
     @property
     def announcement(self) -> str:
-        """One line that describes how the decoder is executed; see `DecodingBody.announcement`."""
-        body = self.body or decoding_body(self.decoder, "reference")
-        return body.announcement
+        """One line that describes how the decoder is executed; see `Backend.announcement`."""
+        return self.backend.announcement
 
     def with_execution(self, execution: Execution = "auto", *, exact: bool = False) -> "Model":
         """Return the same model, executed in another way.
@@ -169,13 +171,13 @@ class Model:
         Args:
             execution: see `Execution`.
             exact: True to compute logits that are bitwise independent of the batch, if native
-                operators can; see `Decoder.is_invariant`.
+                operators can; see `Backend.is_invariant`.
 
         Raises:
             WorkhorseError: the model cannot be executed this way.
         """
-        body = decoding_body(self.reference, execution, exact=exact)
-        return replace(self, decoder=body.decoder, body=body, built=self.reference)
+        executed = decoding_backend(self.reference, execution, exact=exact)
+        return replace(self, executed=executed)
 
     def with_adapter(
         self, adapter: str | Path, execution: Execution = "auto", *, exact: bool = False
@@ -199,7 +201,7 @@ class Model:
             raise WorkhorseError(f"{self.name} has an adapter; add {adapter} to its base")
         stored, decoder = open_stored(self.name, weights=False), sharing_copy(self.reference)
         add_stored_adapter(decoder, stored, to_path(adapter, "an adapter is a path"), "default")
-        return replace(self, decoder=decoder, built=None).with_execution(execution, exact=exact)
+        return replace(self, reference=decoder).with_execution(execution, exact=exact)
 
     def merged(self, kernel: KernelName = "auto") -> "Model":
         """Return the same model with its active adapter added to the weights, as a reference.
@@ -210,8 +212,7 @@ class Model:
         Raises:
             WorkhorseError: the adapter cannot be merged; see `merge_adapter`.
         """
-        decoder = merge_adapter(self.reference, kernel)
-        return replace(self, decoder=decoder, body=None, built=None)
+        return replace(self, reference=merge_adapter(self.reference, kernel), executed=None)
 
     def huggingface_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the current weights by their names in a Hugging Face directory, for another engine.
@@ -339,7 +340,7 @@ class Model:
                 f"prompts={shown(prompts)} is not a list; give a list of strings or of token ids"
             )
         return generate(
-            self.decoder,
+            self.backend,
             [self._tokens(prompt) for prompt in prompts],
             self._config(config, options),
             tokenizer=self.tokenizer,
@@ -360,7 +361,7 @@ class Model:
         For the arguments see `generate`.
         """
         return stream(
-            self.decoder,
+            self.backend,
             [self._tokens(prompt)],
             self._config(config, options),
             tokenizer=self.tokenizer,
@@ -418,7 +419,7 @@ class Model:
             WorkhorseError: the model has no tokenizer, or the chat template cannot be used.
         """
         return Conversation(
-            self.decoder,
+            self.backend,
             self.text,
             self.chat_format(template),
             self._config(config, options),
@@ -437,8 +438,8 @@ class Model:
             )
         return TranscriptFormat(self.text, self.prefix)
 
-    def guesser(self, draft: "Model | None") -> Decoder | None:
-        """Return the decoder of a draft model for speculative decoding; None without a draft.
+    def guesser(self, draft: "Model | None") -> Backend | None:
+        """Return the backend of a draft model for speculative decoding; None without a draft.
 
         Raises:
             WorkhorseError: `draft` is not a `Model`, or its tokenizer has another vocabulary.
@@ -453,7 +454,7 @@ class Model:
                 f"the tokenizers of {draft.name} and {self.name} have different vocabularies; "
                 "choose a draft with the model's own tokenizer"
             )
-        return draft.decoder
+        return draft.backend
 
     def with_sampling(self, config: GenerationConfig, given: Collection[str]) -> GenerationConfig:
         """Return a config with the model's sampling options, except those named in `given`.

@@ -1,6 +1,6 @@
 """The decoder: token embedding, a stack of blocks, a final norm and a head."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
@@ -13,7 +13,7 @@ from workhorse.errors import nearest
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.nn.blocks import Block, BlockConfig
 from workhorse.nn.cache.paged import PagedCache, check_sizes
-from workhorse.nn.cache.paged_view import PackedView, PagedView
+from workhorse.nn.cache.paged_view import PagedView
 from workhorse.nn.cache.view import CacheView, Layers
 from workhorse.nn.context import Context
 from workhorse.nn.embedding import EmbeddingConfig, HeadConfig, batch_and_seq
@@ -160,24 +160,6 @@ class Decoder(nn.Module):
         self.tie_weights()
 
     @property
-    def invariant_batch(self) -> int:
-        """Largest batch size in which a decode step computes each row bitwise as if it were alone.
-
-        Here it is 1, because the order of PyTorch's additions depends on the shape of the batch.
-        """
-        return 1
-
-    @property
-    def is_invariant(self) -> bool:
-        """True if the bits of logits depend only on the tokens before them in their sequence.
-
-        They then depend neither on the other sequences of a pass nor on how a sequence is divided
-        into passes, if no pass of a paged cache with a window adds more than `slack` + 1 tokens to
-        a sequence. Here it is False, for the same reason as `invariant_batch` is 1.
-        """
-        return False
-
-    @property
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(self.parameters()).device
@@ -254,22 +236,6 @@ class Decoder(nn.Module):
     def cache_stores(self, cache: Layers[Storage]) -> list[Storage]:
         """Create the storage of all layers in a cache, in order; see `Block.cache_stores`."""
         return [store for layer in self._blocks() for store in layer.cache_stores(cache)]
-
-    def next_logits_packed(
-        self, tokens: Tokens, index: Sequence[int], cache: PackedView
-    ) -> NextLogits:
-        """Logits of the next token after some tokens of several batches packed into one row.
-
-        Args:
-            tokens: (1, seq), the tokens of all batches in one row.
-            index: indices of these tokens in the row.
-            cache: the packed view of all batches.
-
-        Returns:
-            Logits, `(len(index), vocab)`.
-        """
-        x = self.hidden(tokens, cache=cache)
-        return self.unembed(x[:, torch.tensor(index, device=x.device)])[0]
 
     def new_paged_cache(self, tokens: int, sequences: int, slack: int = 0) -> PagedCache:
         """Create an empty cache for sequences that are added and removed independently.

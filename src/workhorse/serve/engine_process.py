@@ -206,7 +206,7 @@ def facts(
         cache_tokens=tokens,
         max_sequences=settings.max_sequences,
         is_exact=settings.exact == "always"
-        or (settings.exact == "auto" and all(one.decoder.is_invariant for one in served)),
+        or (settings.exact == "auto" and all(one.backend.is_invariant for one in served)),
         announcement=_announcement(model, adapters),
         remarks=tuple(remarks),
         speculate=settings.speculate,
@@ -265,10 +265,10 @@ def build(settings: EngineSettings) -> tuple[Engine, ModelFacts]:
     about = facts(model, settings, tokens, remarks, adapters)
     for one in (model, *adapters.values()):
         options = GenerationConfig(exact=about.is_exact)
-        check_exact(one.decoder, options, settings.speculate, None)
+        check_exact(one.backend, options, settings.speculate, has_draft=False)
     engine = Engine(
-        decoder,
-        adapters={name: one.decoder for name, one in adapters.items()},
+        model.backend,
+        adapters={name: one.backend for name, one in adapters.items()},
         tokenizer=model.text,
         max_sequences=settings.max_sequences,
         max_tokens=tokens + settings.max_sequences * settings.speculate,

@@ -19,7 +19,7 @@ LENGTH = struct.Struct("!Q")
 
 
 Exact = Literal["auto", "always", "never"]
-"""`auto`: if the decoder is invariant (`Decoder.is_invariant`), which costs little. `always`: for
+"""`auto`: if the decoder is invariant (`Backend.is_invariant`), which costs little. `always`: for
 other decoders, prompts are processed one by one, and so are the sequences of a step."""
 
 

@@ -14,7 +14,7 @@ from workhorse.checkpoints.runs.store import CheckpointStore
 from workhorse.data import Batches, Dataset, ValidationBatches, sequence_start
 from workhorse.devices.names import name_of, training_dtype, use_threads
 from workhorse.execute.body import with_parameters_of
-from workhorse.execute.choose import decoding_body, training_announcement
+from workhorse.execute.choose import decoding_backend, training_announcement
 from workhorse.models.describe import active_parameters, count_parameters, flops_per_token
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.parallel.division.teams import Teams
@@ -284,7 +284,7 @@ def _sampler(
     begin = None if chats else sequence_start(tokenizer, recipe.data)
     sampler = Sampler(tokenizer, samples, begin, trained.max_seq_len)
     if not world.lockstep:
-        return partial(sampler, decoding_body(reference, execution, wait=True).decoder)
+        return partial(sampler, decoding_backend(reference, execution, wait=True))
     if max(parallel.context, parallel.tensor, parallel.pipeline, parallel.expert) > 1:
         return teams.for_generation()(partial(sampler, trained))
     from workhorse.parallel.division.sharding import whole_weights  # importing takes a second
@@ -292,7 +292,7 @@ def _sampler(
     def sample() -> list[dict[str, str]]:
         with whole_weights(step.objective):
             whole = with_parameters_of(reference, trained)
-            return sampler(decoding_body(whole, execution, wait=True).decoder)
+            return sampler(decoding_backend(whole, execution, wait=True))
 
     return sample
 

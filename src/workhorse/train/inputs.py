@@ -12,10 +12,8 @@ from workhorse.checkpoints.model_folder import ModelFolder, write_model
 from workhorse.config.base import ConfigError
 from workhorse.data import Batch, Batches, Dataset, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
-from workhorse.execute.choose import decoding_body
-from workhorse.execute.native_training.vocabulary import token_scores
+from workhorse.execute.choose import decoding_backend
 from workhorse.generate.conversation import TemplateFormat
-from workhorse.native import resolve
 from workhorse.tokenizers import ChatTemplate, Tokenizer
 from workhorse.train.initial_model import Built, Start, with_whole_weights
 from workhorse.train.objectives.policy import PolicyConfig
@@ -107,15 +105,15 @@ def rollouts_of(start: Start, run: RunDirectory, model: Built, prompts: Batches)
         return None
     values = objective.values if isinstance(objective, PolicyConfig) else None
     execution = "reference" if train.execution == "reference" else "auto"
-    operators = resolve("training", wait=True).training if config.exact else None
-    body = decoding_body(reference, execution, wait=True, exact=config.exact)
-    if config.exact and not body.decoder.is_invariant:
+    exact = config.exact
+    backend = decoding_backend(reference, execution, wait=True, exact=exact, scores=exact)
+    if exact and not backend.is_invariant:
         raise WorkhorseError(
-            f"rollouts.exact is not possible for this model ({body.announcement}); remove it"
+            f"rollouts.exact is not possible for this model ({backend.announcement}); remove it"
         )
     rollouts = Rollouts(
         prompts,
-        body.decoder,
+        backend,
         start.tokenizer,
         config,
         stop_tokens=_stop_tokens(start.recipe, start.tokenizer),
@@ -123,14 +121,13 @@ def rollouts_of(start: Start, run: RunDirectory, model: Built, prompts: Batches)
         seed=train.seed,
         reference=_initial_logprobs(start, run, model) if train.needs_initial_model else None,
         critic=None if values is None else Critic(values, token_values(model.step)),
-        score=None if operators is None else token_scores(operators),
         world=start.world,
         notify=start.notify,
     )
-    if config.exact:
+    if exact:
         step = 0 if start.checkpoint is None else start.checkpoint.step
         logprobs = token_logprobs(model.step, dropout=True)
-        rollouts.check_exact(step, logprobs, body.announcement)
+        rollouts.check_exact(step, logprobs, backend.announcement)
     return rollouts
 
 

@@ -20,10 +20,9 @@ from workhorse.config.base import Config, ConfigError
 from workhorse.data import IGNORE, Batch, Batches
 from workhorse.data.sampling import derive
 from workhorse.errors import WorkhorseError, warn_caller
+from workhorse.execute.backend import Backend
 from workhorse.generate import GenerationConfig
 from workhorse.generate.engine import Engine
-from workhorse.generate.sampling import Score
-from workhorse.nn import Decoder
 from workhorse.parallel.processes.world import ALONE, World
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.objectives.policy import (
@@ -114,7 +113,7 @@ def prompts_of(batch: Batch, tokenizer: Tokenizer) -> list[Prompt]:
 
 
 def roll(
-    decoder: Decoder,
+    backend: Backend,
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int] | None,
     *,
@@ -122,28 +121,25 @@ def roll(
     seq_len: int,
     max_new_tokens: int,
     stop_tokens: tuple[int, ...],
-    score: Score | None = None,
 ) -> list[Rolled]:
     """Generate one completion for each prompt.
 
     Args:
-        decoder: the decoding body of the model in training.
+        backend: the decoding backend of the model in training.
         prompts: token ids.
         seeds: the seed of each completion; None: choose the likeliest tokens.
         tokenizer: the model's tokenizer.
         seq_len: maximum number of predictions of prompt and completion together.
         max_new_tokens: maximum number of tokens of a completion.
         stop_tokens: ids that end a completion.
-        score: computes log-probabilities; see `Engine`.
     """
     rooms = [min(max_new_tokens, seq_len + 1 - len(prompt)) for prompt in prompts]
     most = max(len(prompt) + room for prompt, room in zip(prompts, rooms, strict=True))
     engine = Engine(
-        decoder,
+        backend,
         tokenizer=tokenizer,
         max_sequences=len(prompts),
         max_tokens=len(prompts) * (most + 32),
-        score=score,
     )
 
     def request(row: int) -> tuple[int, Sequence[int]]:
@@ -193,7 +189,7 @@ class Rollouts:
     Args:
         prompts: batches of rows with prompts and answers; `prompts.batch_size` is the number of
             prompts per step.
-        decoder: the decoding body of the model in training, with its current weights.
+        backend: the decoding backend of the model in training, with its current weights.
         tokenizer: the model's tokenizer.
         config: how completions are generated and scored.
         stop_tokens: ids that end a completion.
@@ -202,7 +198,6 @@ class Rollouts:
         reference: computes the reference model's log-probabilities of the targets of some rows,
             (rows, seq); None if the objective does not need them.
         critic: the value head; None if advantages do not depend on values.
-        score: computes log-probabilities of sampled tokens; see `Engine`.
         world: the processes that divide the prompts among themselves.
         notify: called with a warning if a step has nothing to learn from, the first time.
 
@@ -217,7 +212,7 @@ class Rollouts:
     def __init__(
         self,
         prompts: Batches,
-        decoder: Decoder,
+        backend: Backend,
         tokenizer: Tokenizer,
         config: RolloutConfig,
         *,
@@ -226,12 +221,12 @@ class Rollouts:
         seed: int,
         reference: Callable[[Batch], Tensor] | None = None,
         critic: Critic | None = None,
-        score: Score | None = None,
         world: World = ALONE,
         notify: Callable[[str], object] = warn_caller,
     ) -> None:
         self.prompts = prompts
-        self.decoder = decoder
+        self.backend = backend
+        self.device = backend.decoder.device
         self.tokenizer = tokenizer
         self.config = config
         self.stop_tokens = stop_tokens
@@ -239,7 +234,6 @@ class Rollouts:
         self.seed = seed
         self.reference = reference
         self.critic = critic
-        self.score_tokens = score
         self.world = world
         self.notify = notify
         self.source_names = prompts.source_names
@@ -307,14 +301,13 @@ class Rollouts:
         own: list[Rolled] = []
         if share:
             own = roll(
-                self.decoder,
+                self.backend,
                 [asked[row].tokens for row in share],
                 None if seeds is None else [seeds[row] for row in share],
                 tokenizer=self.tokenizer,
                 seq_len=self.prompts.seq_len,
                 max_new_tokens=longest,
                 stop_tokens=self.stop_tokens,
-                score=self.score_tokens,
             )
         if self.world.size == 1:
             return own
@@ -324,8 +317,7 @@ class Rollouts:
             tokens[row, : len(one.tokens)] = torch.tensor(one.tokens)
             logprobs[row, : len(one.logprobs)] = torch.tensor(one.logprobs, dtype=torch.float64)
             tokens[row, -2:] = torch.tensor([len(one.tokens), one.finished])
-        device = self.decoder.device
-        tokens, logprobs = tokens.to(device), logprobs.to(device)
+        tokens, logprobs = tokens.to(self.device), logprobs.to(self.device)
         self.world.add_(tokens)
         self.world.add_(logprobs)
         found = []
@@ -345,7 +337,7 @@ class Rollouts:
                 [prompt.answer for prompt in asked],
             )
             rewards.copy_(torch.tensor(found, dtype=torch.float64))
-        rewards = rewards.to(self.decoder.device)
+        rewards = rewards.to(self.device)
         self.world.add_(rewards)
         return rewards.tolist()
 
@@ -411,7 +403,7 @@ class Rollouts:
         found, share = torch.zeros(batch.tokens.shape), self.world.share(len(batch))
         if share:
             found[share.start : share.stop] = compute(batch.rows(share.start, share.stop))
-        found = found.to(self.decoder.device)
+        found = found.to(self.device)
         self.world.add_(found)
         return found.cpu()
 

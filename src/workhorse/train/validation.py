@@ -10,6 +10,7 @@ import torch
 
 from workhorse.data import DataConfig, SequenceStart, Split, ValidationBatches
 from workhorse.errors import WorkhorseError
+from workhorse.execute.backend import Backend
 from workhorse.generate import GenerationConfig, generate
 from workhorse.nn import Decoder
 from workhorse.parallel.processes.world import ALONE, World
@@ -61,7 +62,7 @@ class Sampler:
                     f"context is {context}; shorten it in train.samples.prompts"
                 )
 
-    def __call__(self, decoder: Decoder) -> list[dict[str, str]]:
+    def __call__(self, decoder: Decoder | Backend) -> list[dict[str, str]]:
         """Return `prompt` and completion (`text`) for each prompt."""
         completions = generate(decoder, self.tokens, self.generation, tokenizer=self.tokenizer)
         return [

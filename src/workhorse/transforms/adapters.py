@@ -16,7 +16,7 @@ from workhorse.nn.init import undrawn
 from workhorse.nn.surgery import as_subclass
 from workhorse.transforms.lora import ADAPTED, Adapted, LoraConfig, ends_with, merged_weight
 from workhorse.transforms.quantization import QuantizedWeight
-from workhorse.transforms.record import check, is_compiled, record, shares_weights, transforms_of
+from workhorse.transforms.record import check, record, shares_weights, transforms_of
 
 
 @torch.no_grad()
@@ -122,9 +122,8 @@ def set_adapter(decoder: Decoder, name: str) -> None:
     """Make one adapter the active one. It does not change which parameters are trained.
 
     Raises:
-        WorkhorseError: the decoder has no adapter of this name, or it is compiled for decoding.
+        WorkhorseError: the decoder has no adapter of this name.
     """
-    _check_switches(decoder)
     _config_of(decoder, name)  # raises an error if there is no such adapter
     for layer in adapted_layers(decoder).values():
         layer.active = name if name in layer.adapters else None
@@ -140,9 +139,8 @@ def disabled(root: nn.Module) -> Generator[None]:
 
     Raises:
         WorkhorseError: the adapter trains weights of the base (`also_train`), whose values before
-            the training are not in memory; or the decoder is compiled for decoding.
+            the training are not in memory.
     """
-    _check_switches(root)
     for name, config in adapters_of(root).items():
         if config.also_train:
             raise WorkhorseError(
@@ -290,15 +288,6 @@ def _check_name(decoder: Decoder, name: str, config: LoraConfig) -> None:
         raise WorkhorseError(
             "an adapter with also_train changes its base and cannot share it with another "
             "adapter; remove also_train"
-        )
-
-
-def _check_switches(root: nn.Module) -> None:
-    """Check that a model calls its layers: programs and CUDA graphs keep the adapter they have."""
-    if is_compiled(root):
-        raise WorkhorseError(
-            "a decoder that is compiled for decoding keeps its adapter; switch the adapter of "
-            "the reference, and prepare it again with with_execution"
         )
 
 

@@ -27,8 +27,6 @@ other transform, it would not find the modules that it replaces."""
 _ATTRIBUTE = "transforms"
 _BODY = "is_body"
 """Name of the attribute that `mark_body` sets."""
-_COMPILED = "is_compiled"
-"""Name of the attribute that `mark_compiled` sets."""
 _SHARES = "shares_weights"
 """Name of the attribute that `mark_sharing` sets."""
 
@@ -58,16 +56,6 @@ def mark_body(decoder: Decoder) -> None:
 def is_body(root: nn.Module) -> bool:
     """True if a module is, or contains, a decoder that `mark_body` marked."""
     return any(vars(holder).get(_BODY, False) for holder in _holders(root))
-
-
-def mark_compiled(decoder: Decoder) -> None:
-    """Mark a body as one with programs or CUDA graphs, which keep the adapter they were made of."""
-    setattr(decoder, _COMPILED, True)
-
-
-def is_compiled(root: nn.Module) -> bool:
-    """True if a module is, or contains, a decoder that `mark_compiled` marked."""
-    return any(vars(holder).get(_COMPILED, False) for holder in _holders(root))
 
 
 def mark_sharing(decoder: Decoder) -> None:

@@ -14,13 +14,22 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from tests.execute.passes import last_logits
 from tests.execute.windowed import LOCAL_AND_GLOBAL, logits_along, make, texts
 from tests.nn.paged import paged
 from tests.without_host import WithoutHost
 from workhorse.errors import WorkhorseError
-from workhorse.execute.compiled.compiled_step import compile_steps
-from workhorse.execute.compiled.fixed_step import CapturedDecoder, Replay, capture_steps
+from workhorse.execute.backend import ModuleBackend
+from workhorse.execute.compiled.compiled_step import CompiledStep
+from workhorse.execute.compiled.fixed_step import CapturedStep, FixedStepBackend, Replay
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.transforms.adapters import (
+    adapter_parameters,
+    add_adapter,
+    disabled,
+    set_adapter,
+)
+from workhorse.transforms.lora import LoraConfig
 
 
 class Operators(WithoutHost):
@@ -65,9 +74,14 @@ class Recorder:
         return replay, result
 
 
-def captured(seed: int = 0) -> tuple[CapturedDecoder, Recorder]:
+def captured(seed: int = 0) -> tuple[FixedStepBackend, Recorder]:
     recorder = Recorder()
-    return capture_steps(make(seed), recorder), recorder
+    return capturing(make(seed), recorder), recorder
+
+
+def capturing(decoder: Decoder, recorder: Any = None) -> FixedStepBackend:
+    step = CapturedStep(decoder, recorder=recorder)
+    return FixedStepBackend(ModuleBackend(decoder), step, "captured")
 
 
 def test_the_stand_in_replays_what_its_memory_holds() -> None:
@@ -87,74 +101,99 @@ def test_the_stand_in_replays_what_its_memory_holds() -> None:
 
 
 def test_one_recording_serves_texts_until_their_tables_are_twice_as_wide() -> None:
-    plain, (decoder, recorder) = make(), captured()
+    plain, (backend, recorder) = make(), captured()
     tokens = torch.randint(0, 61, (1, 100))  # 4 blocks; the recording reads 16
-    pairs = zip(logits_along(plain, tokens), logits_along(decoder, tokens), strict=True)
+    pairs = zip(logits_along(plain, tokens), logits_along(backend, tokens), strict=True)
     for expected, found in pairs:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert (recorder.recorded, recorder.replayed) == (1, 97)
     long = torch.randint(0, 61, (1, 520))
     with torch.no_grad():
-        caches = [paged(one, 1, 521) for one in (plain, decoder)]
-        for one, cache in zip((plain, decoder), caches, strict=True):
-            one.next_logits(long[:, :510], cache=cache)
+        caches = [paged(one, 1, 521) for one in (plain, backend.decoder)]
+        for one, cache in zip((plain, backend), caches, strict=True):
+            last_logits(one, long[:, :510], cache)
         for step in range(510, 520):
             expected, found = (
-                one.next_logits(long[:, step : step + 1], cache=cache)
-                for one, cache in zip((plain, decoder), caches, strict=True)
+                last_logits(one, long[:, step : step + 1], cache)
+                for one, cache in zip((plain, backend), caches, strict=True)
             )
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert recorder.recorded == 3  # another cache; then a wider table
 
 
 def test_greedy_texts_of_several_rows_and_guesses_are_the_same() -> None:
-    decoder, recorder = captured()
-    assert texts(decoder, 3, 40) == texts(make(), 3, 40)
-    assert texts(decoder, 1, 60, guesses=5) == texts(make(), 1, 60)
+    backend, recorder = captured()
+    assert texts(backend, 3, 40) == texts(make(), 3, 40)
+    assert texts(backend, 1, 60, guesses=5) == texts(make(), 1, 60)
     assert recorder.replayed > recorder.recorded
 
 
 def test_another_weight_is_seen_and_a_replaced_one_recorded_again() -> None:
-    decoder, recorder = captured()
-    texts(decoder, 1, 4)
+    backend, recorder = captured()
+    texts(backend, 1, 4)
     before = recorder.recorded
     with torch.no_grad():
-        decoder.layers[0].attention.out_proj.weight.mul_(-1)
+        backend.decoder.layers[0].attention.out_proj.weight.mul_(-1)
     changed = make()
     with torch.no_grad():
         changed.layers[0].attention.out_proj.weight.mul_(-1)
-    assert texts(decoder, 1, 12) == texts(changed, 1, 12)
-    decoder.load_state_dict(make(1).state_dict(), assign=True)
-    assert texts(decoder, 1, 12) == texts(make(1), 1, 12)
+    assert texts(backend, 1, 12) == texts(changed, 1, 12)
+    backend.decoder.load_state_dict(make(1).state_dict(), assign=True)
+    assert texts(backend, 1, 12) == texts(make(1), 1, 12)
     assert recorder.recorded > before
 
 
 def test_a_copy_records_its_own_steps() -> None:
-    decoder, recorder = captured()
-    expected = texts(decoder, 1, 8)
-    made = copy.deepcopy(decoder)
+    backend, recorder = captured()
+    expected = texts(backend, 1, 8)
+    made = copy.deepcopy(backend)
     with torch.no_grad():
-        for weight in decoder.parameters():
+        for weight in backend.decoder.parameters():
             weight.zero_()
     assert texts(made, 1, 8) == expected
-    assert made.recorder is not recorder
+    assert isinstance(made.step, CapturedStep)
+    assert made.step.recorder is not recorder
 
 
-def test_a_captured_decoder_can_be_pickled_as_the_compiler_does() -> None:
-    decoder = capture_steps(compile_steps(make()))
-    assert type(pickle.loads(pickle.dumps(decoder))) is type(decoder)
+def test_captured_and_compiled_steps_can_be_pickled() -> None:
+    decoder = make()
+    step = CapturedStep(decoder, CompiledStep(decoder))
+    backend = FixedStepBackend(ModuleBackend(decoder), step, "compiled (CUDA graphs)")
+    copied = pickle.loads(pickle.dumps(backend))
+    assert type(copied.step.step) is CompiledStep
+    assert copied.step.decoder is copied.decoder is copied.fallback.decoder
+
+
+def test_another_adapter_is_recorded() -> None:
+    decoder = add_adapter(make(), LoraConfig(), name="one")
+    decoder = add_adapter(decoder, LoraConfig(), name="two")
+    with torch.no_grad():
+        for name in ("one", "two"):
+            for weight in adapter_parameters(decoder, name).values():
+                weight.normal_(0, 0.3)
+    backend, plain = capturing(decoder, Recorder()), copy.deepcopy(decoder)
+    found = []
+    for name in ("one", "two", "one"):
+        set_adapter(decoder, name)
+        set_adapter(plain, name)
+        found.append(texts(backend, 1, 12))
+        assert found[-1] == texts(plain, 1, 12)
+    with disabled(decoder), disabled(plain):
+        found.append(texts(backend, 1, 12))
+        assert found[-1] == texts(plain, 1, 12)
+    assert len(set(map(tuple, found))) == 3
 
 
 def test_hooks_are_called() -> None:
-    decoder, recorder = captured()
-    texts(decoder, 1, 4)
+    backend, recorder = captured()
+    texts(backend, 1, 4)
     before, seen = recorder.replayed, list[int]()
-    handle = decoder.layers[0].register_forward_hook(lambda *_: seen.append(1))
-    assert texts(decoder, 1, 8) == texts(make(), 1, 8)
+    handle = backend.decoder.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    assert texts(backend, 1, 8) == texts(make(), 1, 8)
     assert len(seen) == 8
     assert recorder.replayed == before
     handle.remove()
-    texts(decoder, 1, 8)
+    texts(backend, 1, 8)
     assert recorder.replayed > before
 
 
@@ -162,8 +201,8 @@ def test_what_cannot_be_recorded_is_computed(caplog: pytest.LogCaptureFixture) -
     def fail(_: Callable[[], Tensor]) -> Replay:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    decoder = capture_steps(make(), fail)
-    assert texts(decoder, 2, 12) == texts(make(), 2, 12)
+    backend = capturing(make(), fail)
+    assert texts(backend, 2, 12) == texts(make(), 2, 12)
     assert caplog.text.count("cannot capture steps as CUDA graphs") == 1
 
 
@@ -175,13 +214,13 @@ def test_mixtures_are_refused() -> None:
     with pytest.raises(
         WorkhorseError, match="steps cannot be captured as CUDA graphs; choose execution=auto"
     ):
-        capture_steps(decoder)
+        CapturedStep(decoder)
 
 
 @pytest.mark.cuda
 def test_a_cuda_graph_gives_the_same_texts() -> None:
-    plain, decoder = make().cuda(), capture_steps(make().cuda())
-    assert isinstance(decoder, Decoder)
+    plain, backend = make().cuda(), capturing(make().cuda())
     for rows in (1, 3):
-        assert texts(decoder, rows, 60) == texts(plain, rows, 60)
-    assert decoder.records
+        assert texts(backend, rows, 60) == texts(plain, rows, 60)
+    assert isinstance(backend.step, CapturedStep)
+    assert backend.step.records

@@ -7,13 +7,14 @@ import pytest
 import torch
 from filelock import FileLock
 
+from tests.execute.passes import compiled, last_logits
 from tests.execute.windowed import LOCAL_AND_GLOBAL, logits_along, make, texts
 from tests.native.machine import OPERATORS, needs
 from tests.nn.paged import paged
 from workhorse.errors import WorkhorseError
 from workhorse.execute.compiled import compiled_step
-from workhorse.execute.compiled.compiled_step import CompiledDecoder, compile_steps
-from workhorse.execute.native_decoding.native_step import step_natively
+from workhorse.execute.compiled.compiled_step import CompiledStep
+from workhorse.execute.native_decoding.native_step import NativeStepBackend
 from workhorse.nn import DecoderConfig
 from workhorse.nn.cache.paged import BLOCK
 
@@ -41,7 +42,7 @@ def folder(_compiler: None, tmp_path_factory: pytest.TempPathFactory, worker_id:
     own = tmp_path_factory.getbasetemp()
     shared = (own if worker_id == "master" else own.parent) / "programs"
     with FileLock(f"{shared}.lock"):
-        texts(compile_steps(make(), shared), 1, 60)
+        texts(compiled(make(), shared), 1, 60)
     return shared
 
 
@@ -69,9 +70,9 @@ def test_one_program_serves_all_lengths_capacities_and_weights(
     folder: Path, compilations: list[int]
 ) -> None:
     for seed, length in ((0, 30), (1, 300)):  # the second one uses more cache slots
-        plain, compiled = make(seed), compile_steps(make(seed), folder)
+        plain, backend = make(seed), compiled(make(seed), folder)
         tokens = torch.randint(0, 61, (1, length))
-        pairs = zip(logits_along(plain, tokens), logits_along(compiled, tokens), strict=True)
+        pairs = zip(logits_along(plain, tokens), logits_along(backend, tokens), strict=True)
         for expected, found in pairs:
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert not compilations
@@ -80,10 +81,12 @@ def test_one_program_serves_all_lengths_capacities_and_weights(
 @needs("steps")
 def test_what_no_native_step_computes_is_compiled(copied: Path) -> None:
     """Attention without a native kernel has no instruction, so the compiled step is used."""
-    decoder = step_natively(compile_steps(make(), copied), OPERATORS)
-    assert texts(decoder, 1, 40) == texts(make(), 1, 40)
-    assert isinstance(decoder, CompiledDecoder)
-    assert decoder.programs
+    fallback = compiled(make(), copied)
+    backend = NativeStepBackend(fallback, OPERATORS)
+    assert texts(backend, 1, 40) == texts(make(), 1, 40)
+    assert isinstance(fallback.step, CompiledStep)
+    assert fallback.step.programs
+    assert backend.announcement == "decode: compiled, whole steps"
 
 
 def test_a_kept_program_is_read_and_a_damaged_one_is_made_again(
@@ -92,8 +95,7 @@ def test_a_kept_program_is_read_and_a_damaged_one_is_made_again(
     expected = texts(make(), 1, 12)
 
     def fresh() -> list[tuple[int, ...]]:
-        decoder = compile_steps(make(), copied)
-        return texts(decoder, 1, 12)
+        return texts(compiled(make(), copied), 1, 12)
 
     assert fresh() == expected
     assert not compilations
@@ -118,7 +120,7 @@ def test_a_program_of_other_operators_is_not_read(
 
     monkeypatch.setattr(compiled_step, "compile_step", compile_step)
     with pytest.raises(WorkhorseError, match="not compiled in this test"):
-        texts(compile_steps(make(), copied), 1, 4)
+        texts(compiled(make(), copied), 1, 4)
     assert len(asked) == 1
     assert set(copied.iterdir()) == kept
 
@@ -126,23 +128,24 @@ def test_a_program_of_other_operators_is_not_read(
 def test_a_folder_that_cannot_be_written_costs_only_the_keeping(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = compile_steps(make(), folder)
+    known = compiled(make(), folder)
     texts(known, 1, 4)
-    (program,) = known.programs.values()
+    assert isinstance(known.step, CompiledStep)
+    (program,) = known.step.programs.values()
     monkeypatch.setattr(compiled_step, "compile_step", lambda *arguments: program)
     (tmp_path / "file").touch()
-    decoder = compile_steps(make(), tmp_path / "file" / "programs")
-    assert texts(decoder, 1, 4) == texts(make(), 1, 4)
+    backend = compiled(make(), tmp_path / "file" / "programs")
+    assert texts(backend, 1, 4) == texts(make(), 1, 4)
     assert "the compiled step cannot be saved" in caplog.text
 
 
 def test_too_many_tokens_are_refused_as_without_compilation(tmp_path: Path) -> None:
-    decoder = compile_steps(make(), tmp_path)
+    backend = compiled(make(), tmp_path)
     with torch.no_grad():
-        cache = paged(decoder, 1, 4)  # two blocks, since the last one may be partly used
-        decoder.next_logits(torch.ones(1, 2 * BLOCK, dtype=torch.int64), cache=cache)
+        cache = paged(backend.decoder, 1, 4)  # two blocks, since the last one may be partly used
+        last_logits(backend, torch.ones(1, 2 * BLOCK, dtype=torch.int64), cache)
         with pytest.raises(WorkhorseError, match="a cache of 4 tokens has no room for 1 more"):
-            decoder.next_logits(torch.tensor([[5]]), cache=cache)
+            last_logits(backend, torch.tensor([[5]]), cache)
 
 
 def test_angles_that_depend_on_the_length_are_refused() -> None:
@@ -155,7 +158,7 @@ def test_angles_that_depend_on_the_length_are_refused() -> None:
         block["attention"]["position"] = rope
     decoder = DecoderConfig.from_dict(config).build()
     with pytest.raises(WorkhorseError, match="cannot be compiled"):
-        compile_steps(decoder)
+        CompiledStep(decoder)
 
 
 def test_mixtures_are_refused() -> None:
@@ -164,7 +167,7 @@ def test_mixtures_are_refused() -> None:
         block["feed_forward"] = {"kind": "moe", "d_ff": 16, "n_experts": 4, "top_k": 2}
     decoder = DecoderConfig.from_dict(config).build()
     with pytest.raises(WorkhorseError, match="a mixture of experts changes its tensor shapes"):
-        compile_steps(decoder)
+        CompiledStep(decoder)
 
 
 def test_without_a_compiler_there_is_one_line(
@@ -174,6 +177,6 @@ def test_without_a_compiler_there_is_one_line(
         raise RuntimeError("No working C++ compiler found\nand a long story")
 
     monkeypatch.setattr(torch, "compile", fail)
-    decoder = compile_steps(make(), tmp_path)
+    backend = compiled(make(), tmp_path)
     with pytest.raises(WorkhorseError, match=r"model \(No working C\+\+ compiler found\); choose"):
-        texts(decoder, 1, 3)
+        texts(backend, 1, 3)

@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
+from tests.execute.passes import last_logits
 from tests.execute.windowed import local_and_global
-from tests.native.machine import DECODING, OPERATORS
+from tests.native.machine import DECODING, OPERATORS, WITHOUT_SCORES
 from tests.nn.paged import paged
+from workhorse.execute.backend import Backend, ModuleBackend, backend_of
 from workhorse.execute.native_decoding.layers import attend_natively, stream_weights
-from workhorse.execute.native_decoding.native_step import SteppingDecoder, step_natively
+from workhorse.execute.native_decoding.native_step import NativeStepBackend
 from workhorse.nn import Decoder
 from workhorse.transforms.quantization import FormatName, quantize
 
@@ -19,9 +21,10 @@ def built(seed: int = 0, dtype: torch.dtype = torch.float32, width: int = 64) ->
 
 def quick(
     decoder: Decoder, format: FormatName | None = None, *, exact: bool = False
-) -> SteppingDecoder:
+) -> NativeStepBackend:
     """A decoder prepared as for inference."""
-    return step_natively(without_steps(decoder, format), OPERATORS, exact=exact)
+    modules = ModuleBackend(without_steps(decoder, format), WITHOUT_SCORES)
+    return NativeStepBackend(modules, WITHOUT_SCORES, exact=exact)
 
 
 def without_steps(decoder: Decoder, format: FormatName | None = None) -> Decoder:
@@ -33,12 +36,13 @@ def without_steps(decoder: Decoder, format: FormatName | None = None) -> Decoder
 
 
 @torch.no_grad()
-def along(decoder: Decoder, prompts: Tensor, tokens: Tensor) -> Tensor:
+def along(model: Decoder | Backend, prompts: Tensor, tokens: Tensor) -> Tensor:
     """Logits of each further token, after prompts of unequal lengths."""
+    decoder = backend_of(model).decoder
     rows, further = tokens.shape
     seq = prompts.shape[1]
     positions = torch.arange(seq)[None] - torch.arange(rows)[:, None]
     cache = paged(decoder, rows, seq + further)
     decoder(prompts[:rows], positions=positions.clamp(min=-1), cache=cache)
-    each = [decoder.next_logits(tokens[:, n : n + 1], cache=cache) for n in range(further)]
+    each = [last_logits(model, token, cache) for token in tokens.split(1, dim=1)]
     return torch.stack(each, dim=1)

@@ -11,7 +11,6 @@ from workhorse.execute.native_decoding.layers import (
     DOT_ROWS,
     DOT_ROWS_BESIDE_GEMM,
     StreamedLinear,
-    decoding_operators,
     stream_weights,
 )
 from workhorse.native import Operators
@@ -137,7 +136,6 @@ def test_what_it_cannot_read_stays() -> None:
 def test_without_native_operators(decoder: Decoder) -> None:
     stream_weights(decoder, Operators())
     assert not any(isinstance(part, StreamedLinear) for part in decoder.modules())
-    assert decoding_operators(decoder) is None
 
 
 @needs("decoding")

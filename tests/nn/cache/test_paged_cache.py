@@ -63,7 +63,7 @@ def read_packed(
     view = PackedView([(PagedView(cache, batch), count) for count, batch in batches.items()])
     ends = torch.tensor([len(new[one]) for one in ordered]).cumsum(0) - 1
     tokens = torch.cat([new[one] for one in ordered])[None]
-    logits = decoder.next_logits_packed(tokens, ends.tolist(), view)
+    logits = decoder.unembed(decoder.hidden(tokens, cache=view)[:, ends])[0]
     found = dict(zip(ordered, logits[:, None], strict=True))
     return [found[sequence] for sequence in new]
 

@@ -29,12 +29,12 @@ import workhorse.nn
 import workhorse.transforms
 from workhorse.devices.instructions import used
 from workhorse.devices.names import cache_folder, name_of
-from workhorse.execute.compiled.fixed_step import FixedStepDecoder, Variant, check_fixed, fixed_step
+from workhorse.execute.backend import Snapshot
+from workhorse.execute.compiled.fixed_step import Variant, check_fixed, fixed_step
 from workhorse.native.build import sources_digest
 from workhorse.nn import Decoder
 from workhorse.nn.cache.fixed import CacheTensors
-from workhorse.nn.surgery import HookWatch, Members, as_subclass
-from workhorse.transforms.record import mark_compiled, transforms_of
+from workhorse.transforms.record import transforms_of
 
 if TYPE_CHECKING:
     from workhorse.execute.compiled.step_compiler import Program
@@ -130,44 +130,36 @@ KNOWN = ("torch.", "workhorse.")
 stored, because changes of their code would not be noticed."""
 
 
-def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDecoder":
-    """Return a decoder that runs decoding steps over a `PagedView` as compiled programs.
+class CompiledStep:
+    """A `FixedStep` that runs as a compiled program.
 
-    A step adds one token to each sequence. In speculative decoding it also adds draft tokens, up to
-    the number of tokens that the cache can remove again. Prompts and all other passes run
-    uncompiled. The first step of each `Variant` compiles its program, or reads it from disk.
+    The first step of each `Variant` compiles its program, or reads it from disk. If weights or
+    modules are replaced later, or another adapter is set, steps are compiled again.
 
     Args:
-        decoder: the decoder in evaluation mode. The returned decoder replaces it. If weights or
-            modules are replaced later, steps are compiled again.
+        decoder: the decoder in evaluation mode.
         folder: the folder for the programs; None for the user's cache folder.
 
     Raises:
         WorkhorseError: the model has a mixture of experts, or RoPE angles that depend on the
             sequence length. Also raised at the first step, if it cannot be compiled.
     """
-    check_fixed(decoder, "compiled")
-    mark_compiled(decoder)
-    kept = ProgramFolder(folder or cache_folder() / "programs")
-    watch = HookWatch(decoder.modules())
-    return as_subclass(decoder, CompiledDecoder, folder=kept, programs={}, watch=watch)
 
-
-class CompiledDecoder(FixedStepDecoder):
-    """A decoder whose steps are compiled programs; see `compile_steps`."""
-
-    folder: ProgramFolder
-    programs: dict[Variant, "Program"]
-    held: Members | None = None
+    def __init__(self, decoder: Decoder, folder: Path | None = None) -> None:
+        check_fixed(decoder, "compiled")
+        self.decoder = decoder
+        self.folder = ProgramFolder(folder or cache_folder() / "programs")
+        self.programs: dict[Variant, Program] = {}
+        self.snapshot: Snapshot | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickling, without programs: the compiler pickles the decoder with each one."""
-        return vars(self) | {"programs": {}, "held": None}
+        """State for pickling, without programs, which refer to the weights of this process."""
+        return vars(self) | {"programs": {}, "snapshot": None}
 
-    def fixed_step(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
+    def __call__(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
         tokens = tokens.clone(memory_format=torch.contiguous_format)  # strides are checked
-        if self.held is None or not self.held.unchanged:
-            self.held, self.programs = Members(self), {}
+        if self.snapshot is None or not self.snapshot.unchanged:
+            self.snapshot, self.programs = Snapshot(self.decoder), {}
         if program := self.programs.get(variant):
             return program(tokens, tensors)
         self.programs[variant], logits = self._first_step(variant, tokens, tensors)
@@ -183,7 +175,7 @@ class CompiledDecoder(FixedStepDecoder):
         """
         from workhorse.execute.compiled.step_compiler import Program
 
-        name, known = self._fingerprint(variant), {"decoder": self}
+        name, known = self._fingerprint(variant), {"decoder": self.decoder}
         if file := self.folder.open(name):
             with file:
                 try:
@@ -192,28 +184,29 @@ class CompiledDecoder(FixedStepDecoder):
                 except Exception as error:  # it can always be compiled again
                     path = self.folder.path / name
                     log.warning("%s cannot be loaded and is compiled again: %s", path, error)
-        program = compile_step(self, variant, tokens, tensors)
-        if all(map(_is_known, self.modules())):
+        program = compile_step(self.decoder, variant, tokens, tensors)
+        if all(map(_is_known, self.decoder.modules())):
             self.folder.keep(name, lambda path: program.write(path, known))
         return program, program(tokens, tensors)
 
     def _fingerprint(self, variant: Variant) -> str:
         """Name of a program's file: a digest of everything that the program depends on."""
-        state = (*self.named_parameters(), *self.named_buffers())
+        decoder = self.decoder
+        state = (*decoder.named_parameters(), *decoder.named_buffers())
         scalars = (int, float, str, bool)
         facts = (
-            self.config.to_dict(),
-            repr(self),
+            decoder.config.to_dict(),
+            repr(decoder),
             [
                 (name, key, value)
-                for name, module in self.named_modules()
+                for name, module in decoder.named_modules()
                 for key, value in vars(module).items()
                 if isinstance(value, scalars)
             ],
             [(name, str(t.dtype), str(t.device), tuple(t.shape)) for name, t in state],
             (variant, torch.get_num_threads(), torch.__version__),
             (torch.backends.cpu.get_cpu_capability(), name_of(state[0][1].device)),
-            (used(), sources_digest(), repr(transforms_of(self))),
+            (used(), sources_digest(), repr(transforms_of(decoder))),
             [source.read_text() for source in _sources()],
         )
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

@@ -12,22 +12,21 @@ addresses that the graph reads.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from workhorse.errors import WorkhorseError
+from workhorse.execute.backend import Backend, Snapshot, Views
 from workhorse.nn import Decoder
 from workhorse.nn.cache.fixed import CacheTensors, FixedCache, Layout, layout_of, tensors_of
 from workhorse.nn.cache.paged import EMPTY
 from workhorse.nn.cache.paged_view import PagedView
-from workhorse.nn.cache.view import CacheView
-from workhorse.nn.surgery import HookWatch, Members, as_subclass, mixin_class
-from workhorse.transforms.record import mark_compiled
+from workhorse.nn.surgery import HookWatch
 
 
 class Variant(NamedTuple):
@@ -76,53 +75,54 @@ def fixed_step(decoder: Decoder, variant: Variant, tokens: Tensor, tensors: Cach
         tokens: (batch, seq), the new tokens.
         tensors: tensors of the cache; `lengths` is incremented by seq in place.
     """
-    return Decoder.forward(decoder, tokens, cache=FixedCache(variant.layout, tensors))
+    return decoder.forward(tokens, cache=FixedCache(variant.layout, tensors))
 
 
-class FixedStepDecoder(Decoder):
-    """Base class of decoders that run decoding steps in a faster way, which a subclass defines.
+FixedStep = Callable[[Variant, Tensor, CacheTensors], Tensor]
+"""`fixed_step` of a decoder, or a faster function with the same arguments and result."""
 
-    Other passes, and all passes while the decoder has hooks, run as in `Decoder`.
+
+class FixedStepBackend(Backend):
+    """Computes decoding steps over a `PagedView` by a function of fixed shape.
+
+    A step adds one token to each sequence. In speculative decoding it also adds draft tokens, up to
+    the number of tokens that the cache can remove again. All other passes, and all passes while the
+    decoder has hooks, use another backend.
+
+    Args:
+        fallback: the backend for other passes.
+        step: computes the steps of its decoder.
+        name: how the steps are computed, for `announcement`.
     """
 
-    watch: HookWatch
+    has_whole_steps = True
 
-    def fixed_step(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
-        """Compute the logits of a step; subclasses override it. Arguments: see `fixed_step`."""
-        return fixed_step(self, variant, tokens, tensors)
+    def __init__(self, fallback: Backend, step: FixedStep, name: str) -> None:
+        super().__init__(fallback.decoder, fallback.operators)
+        self.fallback = fallback
+        self.step = step
+        self.name = name
+        self.watch = HookWatch(self.decoder.modules())
 
-    def next_logits(
-        self, tokens: Tensor, *, positions: Tensor | None = None, cache: CacheView | None = None
-    ) -> Tensor:
-        if tokens.shape[1] == 1 and positions is None and self._is_step(cache, 1):
-            return self._take(tokens, cache)[:, 0]
-        return super().next_logits(tokens, positions=positions, cache=cache)
-
-    def forward(
-        self,
-        tokens: Tensor,
-        *,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        cache: CacheView | None = None,
-    ) -> Tensor:
-        counted = positions is None and documents is None
-        if counted and self._is_step(cache, tokens.shape[1]):
-            return self._take(tokens, cache)
-        return super().forward(tokens, positions=positions, documents=documents, cache=cache)
-
-    def _take(self, tokens: Tensor, view: PagedView) -> Tensor:
-        rows, seq = tokens.shape
+    def logits(self, tokens: Tensor, views: Views, wanted: Sequence[int]) -> Tensor:
+        view, seq = views[0]
+        if len(views) > 1 or set(wanted) != {seq} or not self._is_step(view, seq):
+            return self.fallback.logits(tokens, views, wanted)
+        rows = len(view.sequences)
         view.reserve([seq] * rows)
         variant = Variant(layout_of(view), batched=rows > 1, guessed=seq > 1)
-        logits = self.fixed_step(variant, tokens, tensors_of(view))
+        logits = self.step(variant, tokens.view(rows, seq), tensors_of(view))
         view.advance(seq)
-        return logits
+        return logits.flatten(0, 1)
 
-    def _is_step(self, cache: CacheView | None, seq: int) -> TypeGuard[PagedView]:
-        if not isinstance(cache, PagedView) or torch.is_grad_enabled() or self.watch.sees_hooks:
+    @property
+    def announcement(self) -> str:
+        return f"decode: {self.name}, whole steps"
+
+    def _is_step(self, view: PagedView, seq: int) -> bool:
+        if torch.is_grad_enabled() or self.watch.sees_hooks:
             return False
-        return seq <= cache.slack + 1 and all(one.length for one in cache.sequences)
+        return seq <= view.slack + 1 and all(one.length for one in view.sequences)
 
 
 log = logging.getLogger(__name__)
@@ -135,30 +135,6 @@ MOST_RECORDINGS = 32
 Replay = tuple[Callable[[], object], Tensor]
 """A function that replays a captured function, and the tensor that then holds the result."""
 Recorder = Callable[[Callable[[], Tensor]], Replay]
-
-
-def capture_steps(decoder: Decoder, recorder: Recorder | None = None) -> "CapturedDecoder":
-    """Return a decoder that runs decoding steps over a `PagedView` as CUDA graphs.
-
-    A CUDA graph is captured for each batch size, number of new tokens and cache. If sequences grow
-    beyond its block tables, another one is captured with tables of twice the width. Passes that
-    cannot be captured, and all passes while the decoder has hooks, run without CUDA graphs. If
-    weights or modules are replaced later, steps are captured again.
-
-    Args:
-        decoder: the decoder in evaluation mode, after the other inference transforms. If its steps
-            are compiled, the compiled steps are captured. The returned decoder replaces this one.
-        recorder: captures a function of no arguments; None for CUDA graphs.
-
-    Raises:
-        WorkhorseError: the model has a mixture of experts, or RoPE angles that depend on the
-            sequence length.
-    """
-    check_fixed(decoder, "captured as CUDA graphs")
-    mark_compiled(decoder)
-    kind = mixin_class("Captured", CapturedDecoder, type(decoder))
-    options = {"recorder": recorder or CudaGraphs(), "watch": HookWatch(decoder.modules())}
-    return as_subclass(decoder, kind, **options)
 
 
 class CudaGraphs:
@@ -201,10 +177,13 @@ class Recording(NamedTuple):
 
 
 class Recordings:
-    """The captured steps of a decoder. They are valid until its modules or weights are replaced."""
+    """The captured steps of a decoder.
+
+    They are valid until its modules, weights or active adapters are replaced.
+    """
 
     def __init__(self, decoder: Decoder) -> None:
-        self.held = Members(decoder)
+        self._snapshot = Snapshot(decoder)
         self._tensors = [*decoder.parameters(), *decoder.buffers()]
         self._addresses = self._current_addresses()
         self.by_shape: dict[Any, Recording] = {}
@@ -212,36 +191,56 @@ class Recordings:
     @property
     def valid(self) -> bool:
         """True if no module or weight was replaced or moved since the steps were captured."""
-        return self.held.unchanged and self._addresses == self._current_addresses()
+        return self._snapshot.unchanged and self._addresses == self._current_addresses()
 
     def _current_addresses(self) -> list[int]:
         return [one.data_ptr() for one in self._tensors]
 
 
-class CapturedDecoder(FixedStepDecoder):
-    """A decoder that runs decoding steps as CUDA graphs; made by `capture_steps`."""
+class CapturedStep:
+    """A `FixedStep` that runs as a CUDA graph.
 
-    recorder: Recorder
-    recordings: Recordings | None = None
-    records: bool = True
+    A CUDA graph is captured for each batch size, number of new tokens and cache. If sequences grow
+    beyond its block tables, another one is captured with tables of twice the width. Steps that
+    cannot be captured run without CUDA graphs. If weights or modules are replaced later, or another
+    adapter is set, steps are captured again.
+
+    Args:
+        decoder: the decoder in evaluation mode, after the other inference transforms.
+        step: computes the steps of the decoder, for example a `CompiledStep`; None: `fixed_step`.
+        recorder: captures a function of no arguments; None for CUDA graphs.
+
+    Raises:
+        WorkhorseError: the model has a mixture of experts, or RoPE angles that depend on the
+            sequence length.
+    """
+
+    def __init__(
+        self, decoder: Decoder, step: FixedStep | None = None, recorder: Recorder | None = None
+    ) -> None:
+        check_fixed(decoder, "captured as CUDA graphs")
+        self.decoder = decoder
+        self.step = step or partial(fixed_step, decoder)
+        self.recorder = recorder or CudaGraphs()
+        self.recordings: Recordings | None = None
+        self.records = True
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickling, without the captured steps, because they contain memory addresses."""
-        state: Any = super().__getstate__()
-        return state | {"recordings": None}
+        return vars(self) | {"recordings": None}
 
-    def fixed_step(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
+    def __call__(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
         if not self.records:
-            return super().fixed_step(variant, tokens, tensors)
+            return self.step(variant, tokens, tensors)
         if self.recordings is None or not self.recordings.valid:
-            self.recordings = Recordings(self)
+            self.recordings = Recordings(self.decoder)
         known = self.recordings.by_shape
         widths = tuple(_width(table) for table in tensors.tables)
         stores = tuple((one.data_ptr(), one.shape) for one in (*tensors.keys, *tensors.values))
         shape = variant.layout, tokens.shape, widths, stores
         recording = known.get(shape)
         if recording is None:
-            step = partial(super().fixed_step, variant)
+            step = partial(self.step, variant)
             try:
                 recording = known[shape] = record_step(step, tokens, tensors, self.recorder)
             except RuntimeError as error:

@@ -74,7 +74,7 @@ def train_natively(
         operators: the native operators; `training`, `matrix_unit` and `vectors` are used if they
             are available.
         precision: the precision of float32 gemms; see `Gemm`.
-        exact: True for results with the bits of an exact decoding step (`step_natively`). This
+        exact: True for results with the bits of an exact decoding step (`NativeStepBackend`). This
             also needs the operators `decoding`.
 
     Returns:

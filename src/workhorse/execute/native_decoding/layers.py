@@ -179,12 +179,6 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
     replace_modules(model, choose)
 
 
-def decoding_operators(decoder: nn.Module) -> Decoding | None:
-    """Return the native decoding operators that a decoder's modules use; None if they use none."""
-    found = (getattr(module, "decoding", None) for module in decoder.modules())
-    return next((one for one in found if isinstance(one, Decoding)), None)
-
-
 def _gemm(dtype: torch.dtype, operators: Operators) -> Linear | None:
     """Return the native function for linear layers of many rows; None: PyTorch's `linear`."""
     narrow = dtype == torch.bfloat16

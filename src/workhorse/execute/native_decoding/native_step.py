@@ -1,4 +1,4 @@
-"""A decoder that runs a whole decoding step in one call of a native operator.
+"""A backend that computes a whole decoding step in one call of a native operator.
 
 Module by module, a step makes a hundred Python calls and a hundred thread barriers. For a small
 model either costs more than reading the weights. The operator runs a program of instructions in one
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
-from workhorse.execute.compiled.compiled_step import CompiledDecoder
+from workhorse.execute.backend import Backend, Snapshot, Views, wanted_indices
 from workhorse.execute.lower.program import Program, RotationKey
 from workhorse.execute.lower.step import translate
 from workhorse.execute.native_decoding.layers import DOT_ROWS_BESIDE_GEMM
@@ -25,47 +25,13 @@ from workhorse.native import Operators, Steps
 from workhorse.native.steps import KeptWeights
 from workhorse.nn import Decoder
 from workhorse.nn.cache.fixed import tensors_of
-from workhorse.nn.cache.paged_view import PackedView, PagedView
-from workhorse.nn.cache.view import CacheView
+from workhorse.nn.cache.paged_view import PagedView
 from workhorse.nn.embedding import batch_and_seq, look_up
-from workhorse.nn.surgery import HookWatch, Members, as_subclass
-from workhorse.transforms.lora import Adapted
+from workhorse.nn.surgery import HookWatch
 
 MAX_TOKENS = 256
 """Maximum number of new tokens of a step, summed over sequences. For more, it is faster to run the
 modules, whose attention computes whole blocks of scores."""
-
-
-def step_natively(
-    decoder: Decoder, operators: Operators, *, exact: bool = False
-) -> "SteppingDecoder":
-    """Return a decoder that adds a few tokens to a paged cache in one native call.
-
-    All other passes, such as long prompts, run module by module. So do all passes while the decoder
-    has hooks. If a computation has no instruction, steps run module by module, or compiled if
-    `compile_steps` was applied. If weights or modules are replaced later, the decoder is translated
-    again. Other changes to modules are not noticed.
-
-    Args:
-        decoder: the decoder in evaluation mode, on the CPU, after the other inference transforms.
-            The returned decoder replaces it.
-        operators: the native operators, including `steps`.
-        exact: True to process any number of tokens in native calls, with the gemms of training, so
-            that the bits of a token's logits depend only on the tokens before it, if all
-            computations have an instruction (`Decoder.is_invariant`).
-    """
-    dtype = next(decoder.parameters()).dtype
-    few = DOT_ROWS_BESIDE_GEMM.get(dtype, 0)
-    # Without native gemms, PyTorch computes larger batches faster.
-    most = few if operators.vectors is None else MAX_TOKENS
-    if dtype == torch.bfloat16 and operators.matrix_unit is not None:  # faster from two rows on
-        few, most = 1, MAX_TOKENS
-    if exact:
-        few, most = 0, sys.maxsize
-    options = {"steps": operators.steps, "few": few, "most": most, "exact": exact}
-    kind = SteppingCompiledDecoder if type(decoder) is CompiledDecoder else SteppingDecoder
-    watch = HookWatch(decoder.modules())
-    return as_subclass(decoder, kind, **options, angles=Angles(), watch=watch)
 
 
 class Angles:
@@ -93,16 +59,67 @@ class Angles:
         return known
 
 
-class SteppingDecoder(Decoder):
-    """A decoder that runs whole decoding steps in one native call; made by `step_natively`."""
+class NativeStepBackend(Backend):
+    """Adds a few tokens to a paged cache in one native call.
 
-    steps: Steps
-    few: int
-    most: int
-    exact: bool
-    angles: Angles
-    watch: HookWatch
-    translated: "Translated | None" = None
+    All other passes, such as long prompts, use another backend. So do all passes while the decoder
+    has hooks, or if a computation has no instruction. If weights or modules are replaced later, or
+    another adapter is set, the decoder is translated again. Other changes to modules are not
+    noticed.
+
+    Args:
+        fallback: the backend for other passes. Its decoder is on the CPU.
+        operators: the native operators, including `steps`.
+        exact: True to process any number of tokens in native calls, with the gemms of training, so
+            that the bits of a token's logits depend only on the tokens before it, if all
+            computations have an instruction (`is_invariant`).
+        name: how the steps are computed, for `announcement`.
+    """
+
+    def __init__(
+        self,
+        fallback: Backend,
+        operators: Operators,
+        *,
+        exact: bool = False,
+        name: str = "native",
+    ) -> None:
+        super().__init__(fallback.decoder, operators)
+        assert operators.steps is not None
+        self.fallback = fallback
+        self.exact = exact
+        self.name = name
+        self.steps = operators.steps
+        dtype = next(self.decoder.parameters()).dtype
+        self.few = DOT_ROWS_BESIDE_GEMM.get(dtype, 0)
+        # Without native gemms, PyTorch computes larger batches faster.
+        self.most = self.few if operators.vectors is None else MAX_TOKENS
+        if dtype == torch.bfloat16 and operators.matrix_unit is not None:
+            self.few, self.most = 1, MAX_TOKENS  # faster from two rows on
+        if exact:
+            self.few, self.most = 0, sys.maxsize
+        self.angles = Angles()
+        self.watch = HookWatch(self.decoder.modules())
+        self.translated: Translated | None = None
+
+    def logits(self, tokens: Tensor, views: Views, wanted: Sequence[int]) -> Tensor:
+        if self._takes(views) and (kept := self._kept_program()):
+            logits = self._step(kept, tokens, views, wanted)
+            if logits is not None:
+                return logits
+        return self.fallback.logits(tokens, views, wanted)
+
+    @property
+    def announcement(self) -> str:
+        """One line for the user.
+
+        This runs the decoder once to check whether one native call can compute a whole step.
+        """
+        why_not = self.why_not_whole()
+        if not why_not:
+            return f"decode: {self.name}, whole steps"
+        line = self.fallback.announcement
+        return line if self.fallback.has_whole_steps else f"{line}; no whole steps: {why_not}"
 
     @property
     def invariant_batch(self) -> int:
@@ -115,7 +132,7 @@ class SteppingDecoder(Decoder):
     def why_not_whole(self) -> str:
         """Name of the computation that the native program cannot express.
 
-        Steps then run module by module. Empty if a whole step is one native call.
+        Steps then use the other backend. Empty if a whole step is one native call.
         """
         if self._kept_program() is not None:
             return ""
@@ -125,82 +142,21 @@ class SteppingDecoder(Decoder):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickling, without the program: it refers to the weights of this process."""
-        state: Any = super().__getstate__()
-        return state | {"translated": None}
+        return vars(self) | {"translated": None}
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.translated = None  # PyTorch can swap parameters only without other references
-        super()._load_from_state_dict(*args, **kwargs)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self.translated = None
-        return super()._apply(*args, **kwargs)
-
-    def next_logits(
-        self, tokens: Tensor, *, positions: Tensor | None = None, cache: CacheView | None = None
-    ) -> Tensor:
-        if positions is None and (found := self._kept_program_for(tokens, cache)):
-            logits = self._step_of_batch(*found, tokens, last_only=True)
-            if logits is not None:
-                return logits
-        return super().next_logits(tokens, positions=positions, cache=cache)
-
-    def forward(
-        self,
-        tokens: Tensor,
-        *,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        cache: CacheView | None = None,
-    ) -> Tensor:
-        counted = positions is None and documents is None
-        if counted and (found := self._kept_program_for(tokens, cache)):
-            logits = self._step_of_batch(*found, tokens, last_only=False)
-            if logits is not None:
-                return logits.view(*tokens.shape, -1)
-        return super().forward(tokens, positions=positions, documents=documents, cache=cache)
-
-    def next_logits_packed(self, tokens: Tensor, index: Sequence[int], cache: PackedView) -> Tensor:
-        views = [view for view, _ in cache.parts]
-        if self._takes(cache.parts) and (kept := self._kept_program()):
-            counts = [seq for view, seq in cache.parts for _ in view.sequences]
-            whole = PagedView(views[0].cache, [one for view in views for one in view.sequences])
-            whole.reserve(counts)
-            logits = self._step(
-                kept, whole, tokens.flatten(), torch.tensor(counts), torch.tensor(index)
-            )
-            if logits is not None:
-                for sequence, count in zip(whole.sequences, counts, strict=True):
-                    sequence.length += count
-                return logits
-        return super().next_logits_packed(tokens, index, cache)
-
-    def _kept_program_for(
-        self, tokens: Tensor, cache: CacheView | None
-    ) -> "tuple[KeptProgram, PagedView] | None":
-        """Return the program and the cache if the program can compute this pass, else None."""
-        rows, seq = batch_and_seq(tokens)
-        if not isinstance(cache, PagedView) or rows != len(cache.lengths):
-            return None
-        kept = self._kept_program() if self._takes([(cache, seq)]) else None
-        return None if kept is None else (kept, cache)
-
-    def _takes(self, batches: Sequence[tuple[PagedView, int]]) -> bool:
-        """True if the native step can add these numbers of tokens.
-
-        Args:
-            batches: cache views, each with the number of new tokens per sequence.
-        """
+    def _takes(self, views: Views) -> bool:
+        """True if the native step can add the new tokens of these sequences."""
         # Autocast decides the dtype of every operator.
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return False
-        for view, seq in batches:
+        for view, seq in views:
             # A windowed cache takes `slack` + 1 new tokens before it must evict any.
             if seq > view.slack + 1 and any(reach is not None for reach in view.cache.pools):
                 return False
-            if self.max_positions is not None and view.length + seq > self.max_positions:
+            most = self.decoder.max_positions
+            if most is not None and view.length + seq > most:
                 return False
-        return 0 < sum(len(view.sequences) * seq for view, seq in batches) <= self.most
+        return 0 < sum(len(view.sequences) * seq for view, seq in views) <= self.most
 
     def _kept_program(self) -> "KeptProgram | None":
         """Return the program of the current modules and weights, translated if necessary.
@@ -215,52 +171,27 @@ class SteppingDecoder(Decoder):
                 known = self.translated
                 if known is not None and known.holds():
                     return known.kept
-                self.watch = HookWatch(self.modules())
+                self.watch = HookWatch(self.decoder.modules())
                 if self.watch.sees_hooks:
                     return None
-                known = self.translated = Translated(self)
+                known = self.translated = Translated(self.decoder, self.steps)
         return known.kept
 
-    def _step_of_batch(
-        self, kept: "KeptProgram", view: PagedView, tokens: Tensor, *, last_only: bool
-    ) -> Tensor | None:
-        """Run `_step` for a batch with the same number of new tokens in each sequence.
-
-        Args:
-            kept: the program.
-            view: the sequences.
-            tokens: (batch, seq), the new tokens.
-            last_only: True to return only the logits after each sequence's last token.
-        """
-        rows, seq = tokens.shape
-        view.reserve([seq] * rows)
-        counts, index = _shape_of_batch(rows, seq, last_only=last_only)
-        logits = self._step(kept, view, tokens.flatten(), counts, index)
-        if logits is not None:
-            view.lengths = view.lengths + seq
-            view.advance(seq)
-        return logits
-
     def _step(
-        self,
-        kept: "KeptProgram",
-        view: PagedView,
-        tokens: Tensor,
-        counts: Tensor,
-        index: Tensor,
+        self, kept: "KeptProgram", tokens: Tensor, views: Views, wanted: Sequence[int]
     ) -> Tensor | None:
-        """Run the native step and return its logits.
+        """Compute `logits` with a program.
 
         None if a weight is not contiguous any more; the decoder is then translated again later.
-
-        Args:
-            kept: the program.
-            view: the sequences, with reserved slots for the new tokens.
-            tokens: tokens of all sequences, concatenated.
-            counts: number of new tokens of each sequence.
-            index: indices of the tokens whose next-token logits are computed.
         """
-        program, weights = kept
+        batch_and_seq(tokens[None])  # raises a clear error for a wrong dtype
+        view, _ = views[0]
+        if len(views) > 1:
+            view = PagedView(view.cache, [one for part, _ in views for one in part.sequences])
+        batches = tuple((len(part.sequences), seq) for part, seq in views)
+        added, counts, index = _shape_of_pass(batches, tuple(wanted))
+        view.reserve(added)
+        program = kept.program
         for store, (heads, *widths) in zip(view.cache.stores, program.layers, strict=True):
             if store.k is None:
                 dtype = program.dtype
@@ -276,8 +207,8 @@ class SteppingDecoder(Decoder):
                 program.instructions,
                 program.numbers,
                 program.registers,
-                weights,
-                angles=self.angles.upto(view.length + int(counts.max()), program.rotations),
+                kept.weights or self.steps.keep(program.weights),
+                angles=self.angles.upto(view.length + max(added), program.rotations),
                 tokens=tokens.long().contiguous(),
                 counts=counts,
                 lengths=tensors.lengths,
@@ -287,10 +218,11 @@ class SteppingDecoder(Decoder):
                 reaches=program.reaches,
                 few=self.few,
                 wanted=index,
-                vocab=self.config.vocab_size,
+                vocab=self.decoder.config.vocab_size,
             )
         except RuntimeError:
-            look_up(self.embedding.tokens, tokens)  # raises a clear error for an id out of range
+            # Raises a clear error for an id out of range.
+            look_up(self.decoder.embedding.tokens, tokens)
             if kept.is_cast_in_part:
                 raise WorkhorseError(
                     "a part of the decoder was cast to another dtype after a step; cast all of it"
@@ -299,24 +231,38 @@ class SteppingDecoder(Decoder):
                 raise
             self.translated = None
             return None
+        for part, seq in views:
+            part.lengths = part.lengths + seq
+            part.advance(seq)
         return logits
 
 
 @functools.lru_cache(256)
-def _shape_of_batch(rows: int, seq: int, *, last_only: bool) -> tuple[Tensor, Tensor]:
-    """Arguments `counts` and `index` of `_step` for `rows` sequences with `seq` new tokens each."""
-    index = torch.arange(rows * seq)
-    return torch.full((rows,), seq), index[seq - 1 :: seq].contiguous() if last_only else index
+def _shape_of_pass(
+    batches: tuple[tuple[int, int], ...], wanted: tuple[int, ...]
+) -> tuple[list[int], Tensor, Tensor]:
+    """Number of new tokens of each sequence, also as a tensor, and `wanted_indices`.
+
+    Args:
+        batches: the number of sequences of each view, and their numbers of new tokens.
+        wanted: see `Backend.logits`.
+    """
+    added = [seq for rows, seq in batches for _ in range(rows)]
+    return added, torch.tensor(added), torch.tensor(wanted_indices(added, wanted))
 
 
 _TRANSLATING = threading.Lock()
 
 
 class KeptProgram(NamedTuple):
-    """A step program, and its weights as registered with the native operator."""
+    """A step program, and its weights as registered with the native operator.
+
+    `weights` is None if PyTorch may swap parameters, which needs that nothing else refers to them.
+    Each step then registers the weights again.
+    """
 
     program: Program
-    weights: KeptWeights
+    weights: KeptWeights | None
 
     @property
     def is_cast_in_part(self) -> bool:
@@ -338,9 +284,8 @@ class Translated:
         why_not: the computation that has no instruction, or empty.
     """
 
-    def __init__(self, decoder: SteppingDecoder) -> None:
-        self.held = Members(decoder)
-        self.adapted = [(one, one.active) for one in decoder.modules() if isinstance(one, Adapted)]
+    def __init__(self, decoder: Decoder, steps: Steps) -> None:
+        self._snapshot = Snapshot(decoder)
         self.kept: KeptProgram | None = None
         self.why_not = ""
         try:
@@ -348,7 +293,8 @@ class Translated:
         except CannotTranslate as error:
             self.why_not = str(error)
         else:
-            self.kept = KeptProgram(program, decoder.steps.keep(program.weights))
+            swaps = torch.__future__.get_swap_module_params_on_conversion()
+            self.kept = KeptProgram(program, None if swaps else steps.keep(program.weights))
 
     def holds(self) -> bool:
         """True if this result is still valid.
@@ -358,10 +304,6 @@ class Translated:
 
         Weights may change in place, because they are read at every step.
         """
-        if not self.held.unchanged or any(one.active != name for one, name in self.adapted):
+        if not self._snapshot.unchanged:
             return False
         return self.kept is None or self.kept.program.weights[0].dtype == self.kept.program.dtype
-
-
-class SteppingCompiledDecoder(SteppingDecoder, CompiledDecoder):
-    """A `SteppingDecoder` that runs compiled steps if there is no native program."""

@@ -1,6 +1,5 @@
 """Embedding tables and log-probabilities for native training on a CPU."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -127,19 +126,6 @@ class NativeLogprobs(NativeModule, TokenLogprobs):
         return self.operators.score_(
             logits, targets, coefficients, multiplier=shaping.multiplier, entropy=self.entropy
         )
-
-
-def token_scores(operators: Training) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that computes log-probabilities with the bits of `NativeLogprobs`.
-
-    It takes logits (rows, vocab) and tokens (rows), and computes no gradients.
-    """
-
-    def score(logits: Tensor, tokens: Tensor) -> Tensor:
-        rows = logits.contiguous()
-        return operators.score_(rows, tokens, None, multiplier=1.0, entropy=False)[:, 0]
-
-    return score
 
 
 class _Late(torch.autograd.Function):

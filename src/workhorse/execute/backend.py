@@ -11,7 +11,7 @@ from workhorse.native import Operators
 from workhorse.nn import Decoder
 from workhorse.nn.cache.paged_view import PackedView, PagedView
 from workhorse.nn.surgery import Members
-from workhorse.transforms.lora import Adapted
+from workhorse.transforms.adapters import adapted_layers
 
 Views = Sequence[tuple[PagedView, int]]
 """The sequences of a pass: views of one cache, each with the number of new tokens per sequence."""
@@ -148,8 +148,7 @@ class Snapshot:
 
     def __init__(self, decoder: nn.Module) -> None:
         self._members = Members(decoder)
-        adapted = (one for one in decoder.modules() if isinstance(one, Adapted))
-        self._adapters = [(one, one.active) for one in adapted]
+        self._adapters = [(one, one.active) for one in adapted_layers(decoder).values()]
 
     @property
     def unchanged(self) -> bool:

@@ -16,7 +16,7 @@ from workhorse.execute.native_decoding.native_step import NativeStepBackend
 from workhorse.native import Library, Operators, resolve
 from workhorse.nn import Decoder
 from workhorse.nn.elementwise import Sum, Unchanged
-from workhorse.nn.embedding import Head
+from workhorse.nn.embedding import heads_in
 from workhorse.transforms.quantization import QuantizedLinear
 
 INSTRUCTIONS = {
@@ -121,7 +121,7 @@ def training_announcement(objective: nn.Module, operators: Operators, compiled: 
         operators: the native operators that it uses.
         compiled: True if PyTorch compiles the layers.
     """
-    heads = [part for part in objective.modules() if isinstance(part, Head)]  # see `TokenLogprobs`
+    heads = heads_in(objective)  # see `TokenLogprobs`
     how = "reference" if operators.training is None else _in_part(objective, heads)
     if operators.training is None and "training" in operators.why_not:
         how += f"; {operators.why_not['training']}"

@@ -185,3 +185,8 @@ class Head(nn.Module):
 
     def forward(self, x: Hidden) -> Logits:
         return self.cap(self.multiply(self.proj(self.project(self.transform(x)))))
+
+
+def heads_in(root: nn.Module) -> list[Head]:
+    """The heads in a module tree, such as those of an objective and of its teacher."""
+    return [part for part in root.modules() if isinstance(part, Head)]

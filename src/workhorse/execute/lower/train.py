@@ -44,7 +44,7 @@ from workhorse.nn.attention.kernels import Sdpa
 from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context, context_alone
 from workhorse.nn.elementwise import Sum
-from workhorse.nn.embedding import Head
+from workhorse.nn.embedding import heads_in
 from workhorse.nn.feedforward import Gated, GatedMlp, Mlp
 from workhorse.nn.norms import norm_facts
 from workhorse.nn.surgery import HookWatch, Root, as_subclass, mixin_class, replace_modules
@@ -102,7 +102,7 @@ class _Native:
         self.training = operators.training
         self._decoding = operators.decoding if exact else None
         self._rounded_from = operators.training if exact else None
-        self._heads = {head.proj for head in root.modules() if isinstance(head, Head)}
+        self._heads = {head.proj for head in heads_in(root)}
         self._activations: dict[str, Activation | None] = {}
 
     def replacement(self, module: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from workhorse.execute.body import NativeModule
 from workhorse.native import Training
-from workhorse.nn.embedding import Head
+from workhorse.nn.embedding import Head, heads_in
 from workhorse.nn.logprobs import WHOLE, HeadLoss, Shaping, TokenLogprobs
 from workhorse.nn.products import Multiply, product
 from workhorse.nn.surgery import as_subclass, mixin_class, replace_modules
@@ -43,7 +43,7 @@ def replace_embeddings(root: nn.Module, operators: Training | None = None) -> nn
     Returns:
         The module, or its replacement if it is a table itself.
     """
-    of_heads = {head.proj.weight for head in root.modules() if isinstance(head, Head)}
+    of_heads = {head.proj.weight for head in heads_in(root)}
 
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is not nn.Embedding:

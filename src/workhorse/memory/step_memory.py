@@ -241,8 +241,11 @@ def step_memory(
             initial = config.build(kernel, device=here, dtype=training_dtype(train.dtype, device))
             weights |= {f"initial.{name}": one for name, one in tensors_of(initial).items()}
             places |= {f"initial.{name}": place for name, place in _places(initial).items()}
-        of_teacher = step.objective.teacher_weights()
-        teacher = {f"teacher.{name}": one for name, one in of_teacher.items()}
+        teacher = {
+            f"teacher.{name}": one
+            for model in step.objective.frozen_models()
+            for name, one in tensors_of(model).items()
+        }
         places |= dict.fromkeys(teacher, Place("teacher", "teacher"))
         held: dict[Kind, dict[str, Tensor]] = {
             "weights": weights,

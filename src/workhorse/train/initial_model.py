@@ -20,9 +20,11 @@ from workhorse.checkpoints import (
 from workhorse.checkpoints.adapted import AdapterConfig, Base, copy_adapter, open_base
 from workhorse.checkpoints.stored import open_stored
 from workhorse.devices.names import training_dtype
+from workhorse.execute.scoring import ScoringBody, scoring_body
 from workhorse.memory.capacity import check_training, fit_micro_batch
 from workhorse.memory.step_memory import PlannedStep
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.optim.master_weights import round_weights
 from workhorse.parallel.division.teams import Teams, make_teams
 from workhorse.parallel.processes import environment
 from workhorse.parallel.processes.world import World
@@ -31,7 +33,7 @@ from workhorse.train.init_from import new_tokens, start_optimizer, start_weights
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.resume import Resumption
-from workhorse.train.step.build import build_step
+from workhorse.train.step.build import build_step, training_operators
 from workhorse.train.step.step import TrainingStep
 
 Call = TypeVar("Call", bound=Callable[..., object])
@@ -75,12 +77,8 @@ class Start:
     checkpoint: Checkpoint | None
     notify: Callable[[str], None]
 
-    def build(self, stored: Path | None = None) -> Built:
-        """Build the decoder with its initial weights, and the step that trains it.
-
-        Args:
-            stored: a model folder; its weights replace the initial ones, except with an adapter.
-        """
+    def build(self) -> Built:
+        """Build the decoder with its initial weights, and the step that trains it."""
         train, parallel = self.recipe.train, self.recipe.parallel
         teams = make_teams(self.world, parallel, self.config.vocab_size)
         build = partial(
@@ -98,14 +96,50 @@ class Start:
             decoder = teams.build(self.config, train.kernel, "meta")
             step = build(decoder)
             places = step.optimizer.masters.places
-            init = self._set_weights(step.objective.decoder, places, stored)
+            init = self._set_weights(step.objective.decoder, places)
         else:
-            decoder = empty_decoder(self.config, train.kernel, self.device, torch.float32)
-            init = self._set_weights(decoder, weights_of, stored)
+            decoder, init = self._whole()
             step = build(decoder)
         if init is not None:
             start_optimizer(str(self.recipe.init), init, step.optimizer, train.optimizer.kind)
         return Built(decoder, step, teams)
+
+    def frozen(self, stored: Path | None = None) -> Decoder:
+        """Build the whole decoder with its initial weights in the dtype of training, and freeze it.
+
+        Args:
+            stored: a model folder; its weights replace the initial ones, except with an adapter.
+        """
+        adapter = self.recipe.adapter
+        decoder = self._whole(stored)[0] if adapter is None else self._adapted(adapter)[0]
+        decoder.requires_grad_(requires_grad=False)
+        if training_dtype(self.recipe.train.dtype, self.device) == torch.bfloat16:
+            round_weights(decoder)
+        return decoder
+
+    def scoring_body(self, decoder: Decoder) -> ScoringBody:
+        """Return a body that scores as the training step would; see `workhorse.execute.scoring`.
+
+        Args:
+            decoder: a whole decoder in the dtype of training.
+        """
+        train = self.recipe.train
+        dtype = training_dtype(train.dtype, self.device)
+        exact = train.rollouts is not None and train.rollouts.exact
+        return scoring_body(
+            decoder,
+            training_operators(self.device, dtype, train.execution, exact=exact),
+            precision=train.matmul_precision,
+            exact=exact,
+            compiled=train.execution == "compiled",
+            fp8=train.fp8,
+        )
+
+    def _whole(self, stored: Path | None = None) -> tuple[Decoder, Checkpoint | None]:
+        """Build the whole decoder; see `_set_weights`."""
+        kernel = self.recipe.train.kernel
+        decoder = empty_decoder(self.config, kernel, self.device, torch.float32)
+        return decoder, self._set_weights(decoder, weights_of, stored)
 
     def _adapted(self, adapter: AdapterConfig) -> tuple[Decoder, Base]:
         """Build the frozen base of a recipe, with an adapter that is new or from a checkpoint."""
@@ -125,9 +159,14 @@ class Start:
         return decoder, base
 
     def _set_weights(
-        self, decoder: Decoder, places: Places, stored: Path | None
+        self, decoder: Decoder, places: Places, stored: Path | None = None
     ) -> Checkpoint | None:
         """Set the weights of a decoder, or of a part of it, through its `places`.
+
+        Args:
+            decoder: the decoder, or this rank's part of it.
+            places: the destinations of the weights.
+            stored: a model folder; its weights replace the initial ones.
 
         Returns:
             The checkpoint of `init` if its optimizer state must be loaded too, or None.

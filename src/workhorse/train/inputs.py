@@ -20,14 +20,19 @@ from workhorse.train.objectives.policy import PolicyConfig
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.reference import (
+    OfTargets,
     compute_references,
+    divided_sequence_scores,
     load_references,
+    sequence_scores,
     token_logprobs,
     token_values,
+    trained_logprobs,
 )
 from workhorse.train.report.metrics import Listener, notice
 from workhorse.train.resume import Resumption, seed_everything
 from workhorse.train.rollouts import Critic, Rollouts
+from workhorse.train.step.build import precision_of
 from workhorse.transforms.adapters import disabled
 
 
@@ -126,8 +131,7 @@ def rollouts_of(start: Start, run: RunDirectory, model: Built, prompts: Batches)
     )
     if exact:
         step = 0 if start.checkpoint is None else start.checkpoint.step
-        logprobs = token_logprobs(model.step, dropout=True)
-        rollouts.check_exact(step, logprobs, backend.announcement)
+        rollouts.check_exact(step, trained_logprobs(model.step), backend.announcement)
     return rollouts
 
 
@@ -156,31 +160,43 @@ def prepare_reference(start: Start, run: RunDirectory, dataset: Dataset) -> None
         )
     start.notify("computing the reference model's log-probabilities")
     seed_everything(recipe.train.seed)  # so that random weights are those that training starts from
-    step = start.build().step
-    compute = with_whole_weights(step, start.world, compute_references)
-    assert compute is not None
+    size = recipe.train.micro_batches(recipe.parallel).size
+    compute = compute_references
+    if start.world.lockstep or recipe.parallel.team > 1:
+        step = start.build().step
+        scores = divided_sequence_scores(step)
+        compute = with_whole_weights(step, start.world, compute)
+        assert compute is not None
+    else:
+        body = start.scoring_body(start.frozen())
+        precision = precision_of(recipe.train, start.device)
+        scores = sequence_scores(token_logprobs(body, precision, size))
     compute(
-        step,
+        scores,
         dataset,
         run.reference_folder,
         seq_len=recipe.train.seq_len,
+        batch_size=size,
         too_long=recipe.data.too_long,
         world=start.world,
+        device=start.device,
     )
     gc.collect()  # frees the memory of this model
 
 
-def _initial_logprobs(start: Start, run: RunDirectory, model: Built) -> Callable[[Batch], Tensor]:
+def _initial_logprobs(start: Start, run: RunDirectory, model: Built) -> OfTargets:
     """Return a function that computes log-probabilities with the weights that a run started from.
 
-    With an adapter, the function switches it off. Otherwise a new run writes these weights, which
+    With an adapter, it uses the base in training. Otherwise a new run writes these weights, which
     `model` still has, to the run directory.
     """
+    options = model.step.precision, model.step.micro_batch_size
     if model.base is not None:
-        compute, objective = token_logprobs(model.step), model.step.objective
+        body = start.scoring_body(model.reference)
+        compute = token_logprobs(body, *options)
 
         def without_adapter(batch: Batch) -> Tensor:
-            with disabled(objective):
+            with disabled(body):
                 return compute(batch)
 
         return without_adapter
@@ -194,4 +210,4 @@ def _initial_logprobs(start: Start, run: RunDirectory, model: Built) -> Callable
             f"{folder} is missing, the model that this run started from; restore it, or start a "
             "new run"
         )
-    return token_logprobs(start.build(folder).step)
+    return token_logprobs(start.scoring_body(start.frozen(folder)), *options)

@@ -8,6 +8,7 @@ copy of the initial weights.
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from workhorse.data.batches import ValidationBatches
 from workhorse.data.config import TooLong
 from workhorse.data.dataset import open_array
 from workhorse.data.manifest import write_array
+from workhorse.execute.scoring import ScoringBody
 from workhorse.parallel.processes.world import World
 from workhorse.train.objectives.objective import (
     Divided,
@@ -27,10 +29,13 @@ from workhorse.train.objectives.objective import (
     Objective,
     UncountedObjective,
     Wrapped,
+    target_weights,
 )
 from workhorse.train.recipe.training import TrainConfig
-from workhorse.train.step.step import TrainingStep
+from workhorse.train.step.step import Precision, TrainingStep
 
+OfTargets = Callable[[Batch], Tensor]
+"""Computes a value for each target of a batch, (rows, seq), on the CPU."""
 Progress = Callable[[int, int], None]
 """Called with the number of batches done and in total."""
 
@@ -68,24 +73,29 @@ def load_references(dataset: Dataset, folder: Path) -> bool:
 
 
 def compute_references(
-    step: TrainingStep,
+    scores: Callable[[Batch], Tensor | None],
     dataset: Dataset,
     folder: Path,
     *,
     seq_len: int,
+    batch_size: int,
     too_long: TooLong | None,
     world: World,
+    device: torch.device,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Compute the log-probability of every sequence with the current weights, and store it.
+    """Compute the log-probability of every sequence with the reference model, and store it.
 
     Args:
-        step: the training step, with the weights of the reference model. All ranks call this.
+        scores: computes it for the rows of a batch, (rows); None if another rank's result counts.
+            All ranks call it.
         dataset: prepared data with one sequence per row; `TokenStream.reference` is set.
         folder: the folder for the files, which rank 0 writes.
         seq_len: predictions per row.
+        batch_size: rows per batch.
         too_long: see `DataConfig.too_long`; omitted sequences get NaN.
         world: the processes that divide the sequences among themselves.
+        device: the device of the model.
         progress: called after every batch.
     """
     for path, split, index in _files_of(dataset, folder):
@@ -93,22 +103,17 @@ def compute_references(
         batches = ValidationBatches(
             Split(split.name, (stream,), (1.0,)),
             seq_len=seq_len,
-            batch_size=step.micro_batch_size,
+            batch_size=batch_size,
             packing="padded",
             too_long=too_long,
         )
-        sums = torch.zeros(len(batches) * step.micro_batch_size, dtype=torch.float64)
-        sums = sums.to(step.device)
-        step.objective.eval()
-        with torch.no_grad():
-            for number, counts_here in world.passes(len(batches)):
-                rows = batches[number].to(step.device)
-                with step.precision.products(), step.precision():
-                    of_rows = sequence_logprobs(step.objective, rows)
-                if counts_here and of_rows is not None:
-                    sums[number * step.micro_batch_size :][: len(rows)] = of_rows.double()
-                progress(number, len(batches))
-        step.objective.train()
+        sums = torch.zeros(len(batches) * batch_size, dtype=torch.float64, device=device)
+        for number, counts_here in world.passes(len(batches)):
+            rows = batches[number]
+            of_rows = scores(rows)
+            if counts_here and of_rows is not None:
+                sums[number * batch_size :][: len(rows)] = of_rows.double()
+            progress(number, len(batches))
         world.add_(sums)
         values = np.full(stream.n_documents, np.nan)
         documents = batches.documents(0)
@@ -119,48 +124,80 @@ def compute_references(
             write_array(path, values)
 
 
-def token_logprobs(step: TrainingStep, *, dropout: bool = False) -> Callable[[Batch], Tensor]:
-    """Return a function that computes the log-probability of each target, (rows, seq), on the CPU.
-
-    It uses the step's weights and its implementation of the model, so that the KL divergence of a
-    model from itself is exactly 0. It keeps the model in memory, but not the optimizer.
+def token_logprobs(body: ScoringBody, precision: Precision, size: int) -> OfTargets:
+    """Return a function that computes log-probabilities with a frozen model.
 
     Args:
-        step: the step.
-        dropout: True to compute with dropout, as in training.
+        body: the model, executed as in training, so that the KL divergence of a model from itself
+            is exactly 0.
+        precision: the precision of training.
+        size: rows per pass.
     """
-    return _of_targets(step, lambda objective, rows: objective.score(rows).target, dropout)
+
+    def of_rows(rows: Batch) -> Tensor:
+        return body(rows.tokens, rows.targets, documents=rows.documents).target
+
+    return _in_parts(of_rows, precision, size)
 
 
-def token_values(step: TrainingStep) -> Callable[[Batch], Tensor]:
-    """Return a function that computes the current value at each position, as `token_logprobs`.
+def trained_logprobs(step: TrainingStep) -> OfTargets:
+    """Return a function that computes log-probabilities as the training step, with dropout."""
+    return _of_step(step, lambda objective, rows: objective.score(rows).target, dropout=True)
+
+
+def token_values(step: TrainingStep) -> OfTargets:
+    """Return a function that computes the current value at each position.
 
     The objective must be a `Policy` with a value head.
     """
-    return _of_targets(step, lambda objective, rows: objective.values_at(rows))
+    return _of_step(step, lambda objective, rows: objective.values_at(rows), dropout=False)
 
 
-def _of_targets(
-    step: TrainingStep, figure: Callable[[Any, Batch], Tensor], dropout: bool = False
-) -> Callable[[Batch], Tensor]:
-    """Return a function that computes `figure(objective, rows)`, (rows, seq), on the CPU.
-
-    It runs in micro-batches, without gradients, and with dropout only if `dropout` is True.
-    """
+def _of_step(
+    step: TrainingStep, figure: Callable[[Any, Batch], Tensor], *, dropout: bool
+) -> OfTargets:
+    """Return a function that computes `figure(objective, rows)`, with dropout if that is True."""
     whole = objective = step.objective
-    precision, device = step.precision, step.device
-    size = step.micro_batch_size
     while isinstance(objective, Wrapped):
         objective = objective.objective
     assert isinstance(objective, ModelObjective)
+    in_parts = _in_parts(partial(figure, objective), step.precision, step.micro_batch_size)
+
+    def compute(batch: Batch) -> Tensor:
+        whole.train(dropout)
+        found = in_parts(batch)
+        whole.train()
+        return found
+
+    return compute
+
+
+def _in_parts(figure: Callable[[Batch], Tensor], precision: Precision, size: int) -> OfTargets:
+    """Return a function that computes a figure without gradients, for `size` rows at a time."""
 
     def compute(batch: Batch) -> Tensor:
         parts = [batch.rows(start, start + size) for start in range(0, len(batch), size)]
-        whole.train(dropout)
         with torch.no_grad(), precision.products(), precision():
-            found = [figure(objective, part.to(device)).float().cpu() for part in parts]
-        whole.train()
+            found = [figure(part.to(precision.device)).float().cpu() for part in parts]
         return torch.cat(found)
+
+    return compute
+
+
+def sequence_scores(logprobs: OfTargets) -> Callable[[Batch], Tensor]:
+    """Return a function that computes the weighted sum of each row's log-probabilities, (rows)."""
+    return lambda batch: (logprobs(batch) * target_weights(batch)).sum(dim=1)
+
+
+def divided_sequence_scores(step: TrainingStep) -> Callable[[Batch], Tensor | None]:
+    """Return `sequence_scores` of a step whose model or sequences are divided among ranks."""
+
+    def compute(batch: Batch) -> Tensor | None:
+        step.objective.eval()
+        with torch.no_grad(), step.precision.products(), step.precision():
+            found = sequence_logprobs(step.objective, batch.to(step.device))
+        step.objective.train()
+        return found
 
     return compute
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import workhorse
+from tests.native.machine import OPERATORS
 from tests.train.conftest import MakeRecipe
 from tests.train.objectives.data import SEQ, assert_same, model, rows
 from workhorse.config.base import ConfigError
@@ -114,3 +115,26 @@ def test_a_run_resumes_only_with_its_teacher(tmp_path: Path, make_recipe: MakeRe
     shutil.rmtree(tmp_path / "teacher")
     shutil.copytree(tmp_path / "0", tmp_path / "teacher")
     assert train(Recipe.from_dict(fields), tmp_path / "run", resume=True).step == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_teacher_of_a_step_uses_native_operators(dtype: str, tmp_path: Path) -> None:
+    """Its weights stay the same, and get no gradients."""
+    teacher, student = model(1, vocab_size=13).float(), model(0, vocab_size=13).float()
+    workhorse.save(teacher, tmp_path / "teacher")
+    objective = DistillConfig(teacher=str(tmp_path / "teacher"))
+    plain = TrainConfig(
+        steps=1, batch_size=8, seq_len=SEQ, objective=objective, dtype=dtype, execution="reference"
+    )
+    losses, kinds = [], []
+    for config in (plain, plain.replace(execution="auto")):
+        step = build_step(copy.deepcopy(student), config, torch.device("cpu"))
+        losses.append(step.backward(rows())[0].item())
+        (frozen,) = step.objective.frozen_models()
+        kinds.append({type(one).__module__.split(".")[2] for one in frozen.layers.modules()})
+        for name, weight in frozen.named_parameters():
+            assert torch.equal(weight, teacher.get_parameter(name).to(weight.dtype))
+            assert weight.grad is None
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5 if dtype == "float32" else 0.02)
+    assert "native_training" not in kinds[0]
+    assert ("native_training" in kinds[1]) == (OPERATORS.training is not None)

@@ -103,8 +103,8 @@ class Distill(ModelObjective):
         between = partial(jensen_shannon, beta=beta)
         self.divergence = {0.0: forward_kl, 1.0: reverse_kl}.get(beta, between)
 
-    def teacher_weights(self) -> dict[str, Tensor]:
-        return tensors_of(self.teacher[0])
+    def frozen_models(self) -> list[Decoder]:
+        return [*self.teacher]
 
     def forward(self, batch: Batch) -> Outcome:
         x = self.hidden(self.decoder, batch)

@@ -120,9 +120,9 @@ class Objective(nn.Module, ABC):
             if parameter.requires_grad
         }
 
-    def teacher_weights(self) -> dict[str, Tensor]:
-        """Return the weights of the model that this objective compares with; empty without one."""
-        return {}
+    def frozen_models(self) -> list[Decoder]:
+        """Return the models that this objective compares with, which only it executes."""
+        return []
 
     def tallies(self) -> list[Tensor]:
         """Return this rank's count tensors, which the training step sums over the ranks, in place.
@@ -244,8 +244,8 @@ class Wrapped(Objective):
     def trainable(self) -> dict[str, nn.Parameter]:
         return self.objective.trainable()
 
-    def teacher_weights(self) -> dict[str, Tensor]:
-        return self.objective.teacher_weights()
+    def frozen_models(self) -> list[Decoder]:
+        return self.objective.frozen_models()
 
     def tallies(self) -> list[Tensor]:
         return self.objective.tallies()

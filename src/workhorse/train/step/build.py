@@ -12,6 +12,7 @@ from workhorse.execute.body import Execution, body_of
 from workhorse.execute.lower.train import train_natively
 from workhorse.execute.native_training.feedforward import Gemm
 from workhorse.execute.native_training.vocabulary import replace_embeddings
+from workhorse.execute.scoring import ScoringBody, freeze
 from workhorse.execute.training import checkpoint_activations, compile_layers, compile_logprobs
 from workhorse.native import Library, Operators, resolve
 from workhorse.native.allocator import give_back_freed_memory
@@ -88,6 +89,14 @@ def build_step(
             replace_embeddings(body, operators.training)
         if device.type == "cpu" and dtype != torch.float16:
             train_natively(objective, operators, precision=config.matmul_precision, exact=exact)
+    for model in objective.frozen_models():
+        freeze(
+            ScoringBody(model),
+            operators,
+            precision=config.matmul_precision,
+            exact=exact,
+            compiled=compiled,
+        )
     # Ranks that divide a model exchange the results of native modules, so this comes after them.
     between = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     part = _take_part(objective, body, config, teams, whole, dtype=between)
@@ -120,11 +129,7 @@ def build_step(
         objective,
         optimizer,
         device,
-        precision=Precision(
-            device,
-            torch.float16 if dtype == torch.float16 else torch.float32,
-            config.matmul_precision,
-        ),
+        precision=precision_of(config, device),
         scale=LossScale(enabled=dtype == torch.float16),
         micro_batch_size=own.size,
         turns=one_forward_one_backward if teams.stages is None else teams.stages.turns,
@@ -138,6 +143,14 @@ def build_step(
         compile_logprobs(objective)
     body.config = whole  # callers use it like the whole model
     return step
+
+
+def precision_of(config: TrainConfig, device: torch.device) -> Precision:
+    """Return the precision of the passes of a training step."""
+    in_float16 = training_dtype(config.dtype, device) == torch.float16
+    return Precision(
+        device, torch.float16 if in_float16 else torch.float32, config.matmul_precision
+    )
 
 
 def _take_part(

@@ -341,11 +341,11 @@ def test_an_interrupt_of_a_recovery_is_recovered_from(make_decoder, monkeypatch)
     engine.add([8], config, stop_conditions=[breaks])
     recover = Engine._recover
 
-    def interrupted(self):
+    def interrupted(self, **options):
         if raised == ["condition"]:
             raised.append("recovery")
             raise KeyboardInterrupt
-        recover(self)
+        recover(self, **options)
 
     monkeypatch.setattr(Engine, "_recover", interrupted)
     found = drain(engine, result, ValueError, KeyboardInterrupt)

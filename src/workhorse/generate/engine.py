@@ -247,12 +247,15 @@ class Engine:
             for sample, index in enumerate(indices)
         ]
         for request in requests:
-            request.sequence = self._runner.new_sequence(
-                fitting, exact=config.exact, adapter=adapter
+            sequence = self._runner.new_sequence(
+                fitting,
+                exact=config.exact,
+                adapter=adapter,
+                is_scored=config.prompt_logprobs is not None,
+                speculates=config.speculate > 0,
             )
-            request.sequence.is_scored = config.prompt_logprobs is not None
+            request.begin(sequence, requests[1:] if request is requests[0] else ())
         self._added = indices.stop
-        requests[0].copies = requests[1:]
         with self._runner.changing():
             self._scheduler.add(requests[0])
             self._requests |= zip(indices, requests, strict=True)
@@ -348,8 +351,7 @@ class Engine:
     def _repair(self) -> None:
         """Recover from an exception raised while block tables changed, or during a recovery."""
         if self._runner.is_changing or (self._is_dirty and not self._is_stepping):
-            self._runner.is_changing = True
-            self._recover()
+            self._recover(starts_over=True)
 
     def _advance(self) -> None:
         """Plan a step, process its tokens and choose the next ones."""
@@ -405,12 +407,12 @@ class Engine:
         rows, n = logits[: len(following)], request.config.prompt_logprobs
         following = following.to(rows.device)
         scores = token_logprobs(rows, following, n, self._backend.scores(rows, following))
-        request.scores[start:] = [one for one in scores if one is not None]
+        request.score(start, [one for one in scores if one is not None])
 
     def _plan(self) -> list[tuple[Request, int]]:
         """Return the requests of this step, and the number of tokens to process for each."""
         if self._pace is not None:
-            self._scheduler.prompt_tokens = self._pace.tokens
+            self._scheduler.limit_prompts(self._pace.tokens)
         chunks = self._scheduler.schedule()
         self._step = [request for request, _ in chunks]
         for request in self._scheduler.preempted:
@@ -420,10 +422,8 @@ class Engine:
 
     def _start_copies(self, request: Request) -> list[Request]:
         """Start the other samples of a prompt that has been processed."""
-        copies, request.copies = request.copies, []
+        copies = request.start_copies(self._runner.cache)
         for copy in copies:
-            copy.sequence = request.sequence.fork(self._runner.cache)
-            copy.scores = request.scores
             self._scheduler.join(copy)
         self._step += copies
         return copies
@@ -443,9 +443,9 @@ class Engine:
         if len(request.sequence.tokens) > self.decoder.max_seq_len:
             request.sequence.drop_oldest(self.decoder.max_seq_len, self._runner.cache)
 
-    def _recover(self) -> None:
+    def _recover(self, *, starts_over: bool = False) -> None:
         """Recover from an exception: the next step repeats a pass that was interrupted."""
-        starts_over, broken = self._runner.is_changing, self._runner.is_in_pass
+        starts_over, broken = starts_over or self._runner.is_changing, self._runner.is_in_pass
         with self._runner.changing():
             self._choosers.clear()
             self._proposer.reset()
@@ -465,15 +465,14 @@ class Engine:
                 self._fit(request)
             self._step = []
             self._is_dirty = False
-            self._runner.is_in_pass = False
+            self._runner.abandon_pass()
 
     def _start_over(self) -> None:
         """Release all blocks, and return all requests that have not ended to the queue."""
         self._runner.reset()
-        self._scheduler.waiting, self._scheduler.running = [], []
+        self._scheduler.clear()
         for request in list(self._requests.values()):
-            request.copies = []
-            request.sequence.forget_blocks(self._runner.cache)
+            request.start_over(self._runner.cache)
             if request.finish_reason is None and not request.is_at_fault:
                 self._scheduler.add(request)
             else:
@@ -508,9 +507,7 @@ class Engine:
                     other.copies.remove(request)
                     return True
                 if request is other and request.copies:  # the next sample takes over the prompt
-                    heir, *heir.copies = request.copies
-                    heir.sequence = request.sequence
-                    queue[n] = heir
+                    queue[n] = request.hand_over()
                     return True
         return False
 
@@ -581,8 +578,6 @@ class Engine:
             guesses = self._proposer.propose(some, list(map(self._most_guesses, some)), chooser)
             for request, guess in zip(some, guesses, strict=True):
                 request.expect(guess)
-                request.sequence.tokens += guess.tokens
-                request.sequence.guessed = len(guess.tokens)
 
     def _most_guesses(self, request: Request) -> int:
         steady = self._steady - len(request.sequence.tokens)

@@ -9,6 +9,7 @@ from torch import Tensor
 from workhorse.generate.checks import StreamingTokenizer, TextStream, stop_tokens
 from workhorse.generate.config import Delta, FinishReason, GenerationConfig, TokenLogprob
 from workhorse.generate.sequence import TokenSequence
+from workhorse.nn.cache.paged import PagedCache
 
 LogitProcessor = Callable[[Tensor, Sequence[int]], Tensor]
 """Function that changes logits before penalties and filters: `(logits float32 (vocab,), token ids
@@ -54,7 +55,6 @@ class Request:
         deltas: a `Delta` for each new token.
         scores: log-probabilities of the prompt's tokens, from the second one on, if they are asked
             for and computed.
-        rank: number of earlier requests of the same client that have not ended.
         tokens: the prompt and all new tokens.
         guess: the tokens guessed for the current pass.
         agreed: number of these guessed tokens that have also been chosen so far.
@@ -80,7 +80,6 @@ class Request:
     ) -> None:
         self.index = index
         self.client = client
-        self.rank = 0
         self.prompt = tuple(prompt)
         self.config = config
         self.processors = processors
@@ -109,7 +108,42 @@ class Request:
         self._used = 0
         self._used_before = [0]
         """For each delta, and for the next one, the number of random numbers used before it."""
-        self.expect(Guess())
+        self.guess, self.agreed, self.has_more_logits = Guess(), 0, False
+
+    def begin(self, sequence: TokenSequence, copies: "Sequence[Request]" = ()) -> None:
+        """Get a sequence, which the other samples of the prompt (`copies`) will share."""
+        self.sequence = sequence
+        self.copies = list(copies)
+
+    def start_copies(self, cache: PagedCache) -> "list[Request]":
+        """Return the other samples of the prompt, which has been processed, with sequences."""
+        copies, self.copies = self.copies, []
+        for copy in copies:
+            copy._continue(self, cache)
+        return copies
+
+    def _continue(self, of: "Request", cache: PagedCache) -> None:
+        self.begin(of.sequence.fork(cache))
+        self.scores = of.scores
+
+    def hand_over(self) -> "Request":
+        """Return the next sample of the prompt; it takes over the sequence and the others."""
+        heir, *others = self.copies
+        heir.begin(self.sequence, others)
+        return heir
+
+    def start_over(self, cache: PagedCache) -> None:
+        """Drop the blocks after a reset of the cache; the copies wait by themselves."""
+        self.copies = []
+        self.sequence.forget_blocks(cache)
+
+    def score(self, start: int, scores: Sequence[TokenLogprob]) -> None:
+        """Add log-probabilities of prompt tokens, from index `start` of `scores` on."""
+        self.scores[start:] = scores
+
+    def fail(self) -> None:
+        """Note that the request itself caused an error and cannot continue."""
+        self.is_at_fault = True
 
     @property
     def new_tokens(self) -> list[int]:
@@ -134,6 +168,7 @@ class Request:
 
     def expect(self, guess: Guess) -> None:
         """Prepare for a pass over the last token and these guessed tokens."""
+        self.sequence.guess(guess.tokens)
         self.guess = guess
         self.agreed = 0
         self.has_more_logits = False
@@ -177,7 +212,7 @@ class Request:
         try:
             text, reason = self._text_and_reason(token)
         except Exception:
-            self.is_at_fault = True
+            self.fail()
             raise
         delta = Delta(
             self.index,
@@ -194,25 +229,14 @@ class Request:
         self._used_before.append(self._used)
         self.deltas.append(delta)  # from here on the token is taken, even if an exception follows
         self.tokens.append(token)
-        self.sequence.keeps_last = self.config.speculate > 0
-        if guessed:
-            self.agreed += 1
-            self.has_more_logits = reason is None
-            self.sequence.guessed -= 1
-        else:
-            self.has_more_logits = False
-            self._replace_guesses(token)
+        self.sequence.take(token, agrees=guessed)
+        self.agreed += guessed
+        self.has_more_logits = guessed and reason is None
         self._is_taking = False
 
     def _scores_of_prompt(self) -> tuple[TokenLogprob, ...] | None:
         first = not self.deltas and self.config.prompt_logprobs is not None
         return tuple(self.scores) if first else None
-
-    def _replace_guesses(self, token: int) -> None:
-        """Replace the remaining guesses by the chosen token."""
-        end = len(self.sequence.tokens) - self.sequence.guessed
-        self.sequence.tokens[end:] = [token]
-        self.sequence.guessed = 0
 
     def _text_and_reason(self, token: int) -> tuple[str, FinishReason | None]:
         text, reason = "", None
@@ -241,8 +265,7 @@ class Request:
         """Undo an interrupted step: return to the state after the last `Delta` was created."""
         count = len(self.deltas)
         self.tokens[len(self.prompt) :] = [delta.token for delta in self.deltas]
-        self.sequence.tokens = self.tokens[self.sequence.dropped :]
-        self.sequence.guessed = 0
+        self.sequence.restore(self.tokens)
         del self._used_before[count + 1 :]
         self._used = self._used_before[count]
         if self.config.samples:  # the exception may have come between a draw and its storage

@@ -100,7 +100,12 @@ class Runner:
         """The views of the last pass of each adapter."""
 
     def new_sequence(
-        self, tokens: Sequence[int], *, exact: bool = False, adapter: str | None = None
+        self,
+        tokens: Sequence[int],
+        *,
+        exact: bool = False,
+        adapter: str | None = None,
+        **options: bool,
     ) -> TokenSequence:
         """Create a sequence whose tokens are not in the cache yet.
 
@@ -108,12 +113,13 @@ class Runner:
             tokens: the tokens known so far.
             exact: True if its logits must not depend, bit by bit, on other sequences and passes.
             adapter: name of the adapter; None: the base.
+            options: see `TokenSequence`.
         """
         if not self.backends[adapter].is_invariant:
-            return TokenSequence(tokens, self.cache, exact=exact, adapter=adapter)
+            return TokenSequence(tokens, self.cache, exact=exact, adapter=adapter, **options)
         has_window = any(reach is not None for reach in self.cache.pools)
         most = self.cache.slack + 1 if has_window else None
-        return TokenSequence(tokens, self.cache, most=most, adapter=adapter)
+        return TokenSequence(tokens, self.cache, most=most, adapter=adapter, **options)
 
     @contextmanager
     def changing(self) -> Generator[None]:
@@ -121,6 +127,10 @@ class Runner:
         self.is_changing = True
         yield
         self.is_changing = False
+
+    def abandon_pass(self) -> None:
+        """Note that an interrupted pass will be repeated."""
+        self.is_in_pass = False
 
     def reset(self) -> None:
         """Release all blocks, and clear the prefix cache. Existing sequences become invalid."""
@@ -161,8 +171,7 @@ class Runner:
                 found[n] = logits.of[last + 1 - chunks[n].wanted : last + 1]
         for n, (sequence, count, wanted) in enumerate(chunks):
             if not count:
-                assert sequence.ahead is not None, "an empty chunk needs logits ahead"
-                found[n], sequence.ahead = sequence.ahead, None
+                found[n] = sequence.take_ahead()
             elif n not in found:
                 alone = Chunk(sequence, count, max(wanted, 1))
                 found[n] = self._pass([alone]).of[:wanted]
@@ -208,7 +217,7 @@ class Runner:
         logits = on_sampling_device(logits)
         self.is_in_pass = False
         for sequence, row in zip(sequences, logits.split(1), strict=True):
-            sequence.ahead = row
+            sequence.look_ahead(row)
 
     def _pass(self, chunks: Sequence[Chunk]) -> Logits:
         """Process the tokens of all chunks, which have the same adapter, in one pass."""

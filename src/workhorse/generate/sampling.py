@@ -390,7 +390,8 @@ def check_finite(finite: bool, whose: str = "the model") -> None:
 def _check_rows(finite: bool, logits: Tensor, rows: Sequence[Request]) -> None:
     if not finite:
         for row, its_logits in zip(rows, logits, strict=True):
-            row.is_at_fault = not all_finite(its_logits[None])
+            if not all_finite(its_logits[None]):
+                row.fail()
     check_finite(finite)
 
 
@@ -398,7 +399,7 @@ def _check_shaped(logits: Tensor, rows: Sequence[Request]) -> None:
     """Raise a WorkhorseError if no token can be chosen from processed logits."""
     for row, largest in zip(rows, logits.amax(dim=-1).tolist(), strict=True):
         if row.processors and not math.isfinite(largest):
-            row.is_at_fault = True
+            row.fail()
             raise WorkhorseError(
                 f"the largest logit after a processor, penalties and temperature is {largest}; "
                 "return smaller logits, and allow at least one token"
@@ -411,7 +412,7 @@ def _processed(logits: Tensor, row: Request) -> Tensor:
     try:
         return _by_processors(logits, row)
     except Exception:
-        row.is_at_fault = True
+        row.fail()
         raise
 
 

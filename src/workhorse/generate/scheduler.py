@@ -61,14 +61,23 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.preempted: list[Request] = []
+        self._ranks: dict[Request, int] = {}
+
+    def limit_prompts(self, tokens: int | None) -> None:
+        """Set `prompt_tokens`."""
+        self.prompt_tokens = tokens
+
+    def clear(self) -> None:
+        """Drop all requests. Their blocks are not released."""
+        self.waiting, self.running = [], []
 
     def add(self, request: Request) -> None:
         """Add a request to the queue."""
-        insort(self.waiting, request, key=_order)
+        insort(self.waiting, request, key=self._order)
 
     def join(self, request: Request) -> None:
         """Add a request to the running requests; its sequence may already have blocks."""
-        insort(self.running, request, key=_order)
+        insort(self.running, request, key=self._order)
 
     def remove(self, request: Request) -> None:
         """Drop a request and release its blocks."""
@@ -109,21 +118,32 @@ class Scheduler:
     def _rank(self) -> None:
         """Rank all requests and order them."""
         counts: Counter[str] = Counter()
+        self._ranks = {}
         for request in sorted([*self.running, *self.waiting], key=_arrival):
-            request.rank = counts[request.client]
+            self._ranks[request] = counts[request.client]
             counts[request.client] += _sequences(request)
-        self.running.sort(key=_order)
-        self.waiting.sort(key=_order)
+        self.running.sort(key=self._order)
+        self.waiting.sort(key=self._order)
+
+    def _rank_of(self, request: Request) -> int:
+        return self._ranks.get(request, 0)  # 0: it came after the last `schedule`
+
+    def _order(self, request: Request) -> tuple[int, int]:
+        return self._rank_of(request), request.index
+
+    def _yields(self, running: Request, waiting: Request) -> bool:
+        """True if a running request is preempted for a waiting one of a client that has fewer."""
+        return running.client != waiting.client and self._rank_of(running) > self._rank_of(waiting)
 
     def _start_waiting(self) -> None:
-        first = min([*self.running[:1], *self.waiting[:1]], key=_order, default=None)
+        first = min([*self.running[:1], *self.waiting[:1]], key=self._order, default=None)
         if first is not None and first not in self.running:
             while self._free_sequences() < _sequences(first):
                 self.preempt(self.running[-1])
             self._adopt_prefix(first)
             self._start(first)
         for request in list(islice(self.waiting, MAX_CONSIDERED)):
-            later = [one for one in self.running if _yields(one, request)]
+            later = [one for one in self.running if self._yields(one, request)]
             if self._free_sequences() + sum(map(_sequences, later)) < _sequences(request):
                 continue
             self._adopt_prefix(request)
@@ -214,15 +234,6 @@ class Scheduler:
 
 def _arrival(request: Request) -> int:
     return request.index
-
-
-def _yields(running: Request, waiting: Request) -> bool:
-    """True if a running request is preempted for a waiting one of a client that has fewer."""
-    return running.client != waiting.client and running.rank > waiting.rank
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return request.rank, request.index
 
 
 def _sequences(request: Request) -> int:

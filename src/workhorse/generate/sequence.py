@@ -31,6 +31,9 @@ class TokenSequence:
         most: the maximum number of tokens to process in a pass; None: any number.
         adapter: name of the adapter; None: the base. Sequences only share prefixes with sequences
             of the same adapter.
+        is_scored: True if the logits of all tokens are needed, so that none is taken from the
+            prefix cache.
+        speculates: True if tokens are guessed after the first chosen one.
 
     Attributes:
         tokens: the tokens known so far, without those that `drop_oldest` removed.
@@ -38,8 +41,6 @@ class TokenSequence:
         prompt: length of an exact sequence's prompt; None if the sequence is not exact.
         dropped: number of tokens dropped because the context was full.
         guessed: number of guesses at the end of `tokens`.
-        is_scored: True if the logits of all prompt tokens are needed, so that none is taken from
-            the prefix cache.
         adopted: number of tokens that `adopt_prefix` took from the prefix cache.
         keeps_last: True if the last known token is always processed in a separate pass with the
             guesses after it, even when the tokens before it must be processed again.
@@ -55,6 +56,8 @@ class TokenSequence:
         exact: bool = False,
         most: int | None = None,
         adapter: str | None = None,
+        is_scored: bool = False,
+        speculates: bool = False,
     ) -> None:
         self.tokens = list(tokens)
         self.cached: CachedSequence = cache.new_sequence()
@@ -63,7 +66,8 @@ class TokenSequence:
         self.adapter = adapter
         self.dropped = 0
         self.guessed = 0
-        self.is_scored = False
+        self.is_scored = is_scored
+        self.speculates = speculates
         self.adopted = 0
         self.keeps_last = False
         self.ahead: Tensor | None = None
@@ -153,11 +157,64 @@ class TokenSequence:
 
     def fork(self, cache: PagedCache) -> "TokenSequence":
         """Create a copy of the sequence that shares its cache blocks."""
-        other = TokenSequence(self.tokens, cache, most=self.most, adapter=self.adapter)
-        cache.adopt(other.cached, self.cached.length, self.cached.tables)
-        other.prompt, other.dropped = self.prompt, self.dropped
-        other._prefixes, other._labelled = list(self._prefixes), self._labelled
+        options = {"most": self.most, "adapter": self.adapter, "speculates": self.speculates}
+        other = TokenSequence(self.tokens, cache, **options)
+        other._share_blocks(self, cache)
         return other
+
+    def _share_blocks(self, of: "TokenSequence", cache: PagedCache) -> None:
+        cache.adopt(self.cached, of.cached.length, of.cached.tables)
+        self.prompt, self.dropped = of.prompt, of.dropped
+        self._prefixes, self._labelled = list(of._prefixes), of._labelled
+
+    def guess(self, tokens: Sequence[int]) -> None:
+        """Append guessed tokens."""
+        self.tokens += tokens
+        self.guessed += len(tokens)
+
+    def take(self, token: int, *, agrees: bool) -> None:
+        """Take the chosen next token.
+
+        Args:
+            token: the token.
+            agrees: True if it is the first guess; otherwise it replaces the guesses.
+        """
+        self.keeps_last = self.speculates
+        if agrees:
+            self.guessed -= 1
+        else:
+            self.tokens[len(self.tokens) - self.guessed :] = [token]
+            self.guessed = 0
+
+    def follow(self, tokens: Sequence[int], cache: PagedCache) -> None:
+        """Replace the guesses by the tokens that another sequence got.
+
+        Guesses that agree stay in the cache, but the last token is always processed again.
+        """
+        guessed = self.tokens[len(self.tokens) - self.guessed :]
+        agreed = 0
+        for guess, token in zip(guessed, tokens[:-1], strict=False):
+            if guess != token:
+                break
+            agreed += 1
+        self.take_back(len(guessed) - agreed, cache)
+        self.tokens += tokens[agreed:]
+        self.guessed = 0
+
+    def restore(self, tokens: Sequence[int]) -> None:
+        """Return to these tokens of the request, without guesses."""
+        self.tokens = list(tokens[self.dropped :])
+        self.guessed = 0
+
+    def look_ahead(self, logits: Tensor) -> None:
+        """Keep the logits after a token that is not on the host yet."""
+        self.ahead = logits
+
+    def take_ahead(self) -> Tensor:
+        """Return the logits of `look_ahead`, once."""
+        logits, self.ahead = self.ahead, None
+        assert logits is not None, "an empty chunk needs logits ahead"
+        return logits
 
     def clear(self, cache: PagedCache) -> None:
         """Release all blocks. The tokens are kept and will be processed again."""

@@ -34,6 +34,7 @@ from workhorse.generate.sampling import (
 )
 from workhorse.generate.sequence import TokenSequence
 from workhorse.nn import Decoder
+from workhorse.nn.cache.paged import PagedCache
 
 
 class Proposer(Protocol):
@@ -117,8 +118,13 @@ class _Followed:
     """A request's tokens in the cache of the draft model."""
 
     sequence: TokenSequence
-    read: int = 0
+    read: int
     """Number of tokens, including the prompt, that the request had at its last guess."""
+
+    def catch_up(self, row: Request, cache: PagedCache) -> None:
+        """Replace the guesses by the tokens that the request got since then."""
+        self.sequence.follow(row.tokens[self.read :], cache)
+        self.read = len(row.tokens)
 
 
 class Draft:
@@ -195,9 +201,7 @@ class Draft:
                 guesses[r].append(token)
             indices = [r for r in indices if len(guesses[r]) < most[r]]
             for r in indices:
-                sequence = self._followed[rows[r]].sequence
-                sequence.tokens.append(guesses[r][-1])
-                sequence.guessed += 1
+                self._followed[rows[r]].sequence.guess(guesses[r][-1:])
             if indices:
                 logits = self._read([rows[r] for r in indices])
         return [
@@ -223,16 +227,13 @@ class Draft:
             followed = self._followed.get(row)
             if followed is None:
                 tokens = row.tokens[-self._context :]
-                followed = self._followed[row] = _Followed(TokenSequence(tokens, cache))
+                followed = self._followed[row] = _Followed(
+                    TokenSequence(tokens, cache), len(row.tokens)
+                )
                 if self._prefix_caching:
                     followed.sequence.adopt_prefix(cache)
             else:
-                sequence, new = followed.sequence, row.tokens[followed.read :]
-                guessed = sequence.tokens[len(sequence.tokens) - sequence.guessed :]
-                agreed = _agreed(guessed, new[:-1])  # the last token is always processed again
-                sequence.take_back(len(guessed) - agreed, cache)
-                sequence.tokens += new[agreed:]
-            followed.read, followed.sequence.guessed = len(row.tokens), 0
+                followed.catch_up(row, cache)
         return self._read(rows)
 
     def _read(self, rows: Sequence[Request]) -> Tensor:
@@ -258,13 +259,8 @@ class Draft:
     ) -> Tensor:
         if not all_finite(logits):
             for row, its_logits in zip(rows, logits, strict=True):
-                row.is_at_fault = not all_finite(its_logits[None])
+                if not all_finite(its_logits[None]):
+                    row.fail()
             check_finite(False, "the draft")
         wider = self._vocab_size - logits.shape[-1]
         return rule.shape(F.pad(logits, (0, wider), value=-torch.inf), history)
-
-
-def _agreed(guessed: Sequence[int], came: Sequence[int]) -> int:
-    """Return the length of the common prefix of the guessed tokens and the chosen ones."""
-    pairs = enumerate(zip(guessed, came, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(guessed), len(came)))

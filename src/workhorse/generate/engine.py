@@ -490,26 +490,11 @@ class Engine:
                 self._taken.pop(index, None)
                 self._returned.pop(index, None)
                 request = self._requests.get(index)
-                if request is not None and self._leave_prompt(request):
+                if request is not None and self._scheduler.leave_prompt(request):
                     del self._requests[index]
                 elif request is not None:
                     self._end(request)
             self._cancelled.clear()
-
-    def _leave_prompt(self, request: Request) -> bool:
-        """Remove a request that shares a prompt, not processed yet, with other samples.
-
-        Returns False if the request does not, and True after its removal.
-        """
-        for queue in (self._scheduler.waiting, self._scheduler.running):
-            for n, other in enumerate(queue):
-                if request in other.copies:
-                    other.copies.remove(request)
-                    return True
-                if request is other and request.copies:  # the next sample takes over the prompt
-                    queue[n] = request.hand_over()
-                    return True
-        return False
 
     def _choose(self, logits: Logits, requests: Sequence[Request]) -> None:
         """Choose the next tokens, together for requests with the same options."""

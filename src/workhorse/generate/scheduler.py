@@ -84,6 +84,21 @@ class Scheduler:
         (self.running if request in self.running else self.waiting).remove(request)
         request.sequence.clear(self.cache)
 
+    def leave_prompt(self, request: Request) -> bool:
+        """Remove a request that shares a prompt, not processed yet, with other samples.
+
+        Returns False if the request does not, and True after its removal.
+        """
+        for queue in (self.waiting, self.running):
+            for n, other in enumerate(queue):
+                if request in other.copies:
+                    other.copies.remove(request)
+                    return True
+                if request is other and request.copies:  # the next sample takes over the prompt
+                    queue[n] = request.hand_over()
+                    return True
+        return False
+
     def preempt(self, request: Request) -> None:
         """Release a running request's blocks, drop its guesses and return it to the queue."""
         self.running.remove(request)

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 import scipy.stats
+import torch
 import yaml
 
 from studies.publish import publish
@@ -20,12 +21,15 @@ from tests.compare.conftest import FEED_FORWARD, PLAIN, MakeStudy, without_costs
 from workhorse.compare import Comparison, Study, compare, dry_run
 from workhorse.compare.folder import StudyFolder
 from workhorse.compare.plan import Trial
+from workhorse.compare.run import seconds_of_step
 from workhorse.data import read_documents
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate import evaluate
+from workhorse.memory.step_memory import PlannedStep
 from workhorse.model.load import load
 from workhorse.train import Event, Recipe, StopSignals, read_metrics, train
 
+CPU = torch.device("cpu")
 Finished = tuple[Study, Comparison]
 
 
@@ -214,6 +218,20 @@ def test_a_variant_that_diverges_has_no_verdict(make_study, fields, tmp_path: Pa
     assert variant["verdict"]["words"] == "no verdict: wild diverged on at least one seed"
     assert "not finite" in (tmp_path / "out" / "report.md").read_text()
     assert set(starts(tmp_path / "out").values()) == {1}
+
+
+def test_a_step_is_timed_with_its_adapter(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen weights have no gradients, so a step with an adapter takes less time."""
+    planned: list[PlannedStep] = []
+    monkeypatch.setattr("workhorse.compare.run.time_steps", lambda step: planned.append(step) or 2)
+    base = {**fields["base"], "init": "runs/base", "adapter": {"rank": 2}}
+    sizes = {"vocab_size": 257, "max_seq_len": 16}
+    recipe = Recipe.from_dict({**base, "model": {**base["model"], **sizes}})
+    assert seconds_of_step(recipe, 257) == 2
+    assert planned == [PlannedStep.of_recipe(recipe, recipe.decoder_config(257), CPU)]
+    assert planned[0].adapter == recipe.adapter is not None
 
 
 def test_seconds_are_measured_once(

@@ -163,22 +163,20 @@ class MasterWeights:
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the float32 values of all parameters of a module, by name, trainable or not."""
-        return {
-            name: placed_like(self.read(name), weight)
-            if name in self.low_bits
-            else weight.detach().float()
-            for name, weight in module.named_parameters()
-        }
+        return {name: self._whole(name, weight) for name, weight in module.named_parameters()}
 
     def trained(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the float32 values of a module's trained parameters, by name."""
         return {
-            name: placed_like(self.read(name), weight)
-            if name in self.low_bits
-            else weight.detach().float()
+            name: self._whole(name, weight)
             for name, weight in module.named_parameters()
             if name in self.parameters
         }
+
+    def _whole(self, name: str, weight: Tensor) -> Tensor:
+        if name in self.low_bits:
+            return placed_like(self.read(name), weight)
+        return weight.detach().float()
 
     def places(self, module: nn.Module) -> dict[str, Destination]:
         """Return copy destinations for the float32 weights of a module; see `destinations`."""

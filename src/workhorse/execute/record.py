@@ -98,13 +98,10 @@ def record_layer(layer: nn.Module, enter: Callable[[nn.Module], bool], inputs: i
     memory, draws no random numbers, and calls no hooks.
 
     Args:
-        layer: a block, an attention layer or a feed-forward.
+        layer: a block, an attention layer or a feed-forward of a class of `nn`.
         enter: returns True for a module whose children are recorded. Its forward method may only
             call modules, add values, and call `Context.by_part` with a method of a module.
         inputs: 3 if the layer takes x, a context and a cache entry; 1 if it only takes x.
-
-    Raises:
-        CannotTranslate: the layer computes something else.
     """
     recorder = _Recorder()
     copies: dict[nn.Module, nn.Module] = {}
@@ -118,14 +115,24 @@ def record_layer(layer: nn.Module, enter: Callable[[nn.Module], bool], inputs: i
                 copies[module]._modules[name] = _StandIn(child, recorder)
     entries = {name: object() for name in SUB_LAYERS}
     context = _Context({made: module for module, made in copies.items()}, recorder)
-    given = torch.zeros(()), context, _Cache(entries), *entries.values()
+    given = _Value(recorder), context, _Cache(entries), *entries.values()
     for value in given:
         recorder.number(value)
-    with torch.no_grad(), recorder:
-        output = copy.forward(*given[:inputs])
-    if recorder.foreign is not None:
-        raise CannotTranslate(recorder.foreign)
-    return Layer(recorder.computed, recorder.number(output), entered)
+    output = recorder.number(copy.forward(*given[:inputs]))
+    recorder.forget()
+    return Layer(recorder.computed, output, entered)
+
+
+class _Value:
+    """Takes the place of a tensor in a recording."""
+
+    def __init__(self, recorder: "_Recorder") -> None:
+        self._recorder = recorder
+
+    def __add__(self, other: object) -> "_Value":
+        output = _Value(self._recorder)
+        self._recorder.add(None, (self, other), output)
+        return output
 
 
 class _StandIn(nn.Module):
@@ -138,9 +145,8 @@ class _StandIn(nn.Module):
 
     def forward(self, *inputs: object) -> object:
         (module,) = self.recorded
-        if not all(map(self.recorder.knows, inputs)):
-            self.recorder.refuse(f"the input of {type(module).__name__}")
-        output = inputs[0] if is_identity(module) else torch.zeros(())
+        assert all(map(self.recorder.knows, inputs))
+        output = inputs[0] if is_identity(module) else _Value(self.recorder)
         self.recorder.add(module, inputs, output)
         return output
 
@@ -152,9 +158,9 @@ class _Context(NamedTuple):
     """The recorded module for each copy."""
     recorder: "_Recorder"
 
-    def by_part(self, method: Any, *xs: Tensor, cache: object) -> Tensor:
+    def by_part(self, method: Any, *xs: object, cache: object) -> _Value:
         """Record a method of a module as one computation."""
-        output = torch.zeros(())
+        output = _Value(self.recorder)
         module = self.originals[method.__self__]
         self.recorder.add(module, (*xs, self, cache), output, method.__name__)
         return output
@@ -191,6 +197,10 @@ class _Recorder(TorchFunctionMode):
 
     def knows(self, value: object) -> bool:
         return any(known is value for known in self._values)
+
+    def forget(self) -> None:
+        """Release the values, some of which refer to this object."""
+        self._values.clear()
 
     def begin(self, module: nn.Module, _inputs: tuple[Any, ...]) -> None:
         """Hook before the forward pass of a module that is not recorded as one computation."""

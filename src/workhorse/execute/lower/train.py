@@ -31,7 +31,6 @@ from workhorse.execute.native_training.norms import AddNorm, NativeNorm, norm_of
 from workhorse.execute.native_training.vocabulary import replace_embeddings, replace_logprobs
 from workhorse.execute.record import (
     SUB_LAYERS,
-    CannotTranslate,
     Computed,
     Layer,
     record_layer,
@@ -149,10 +148,7 @@ class _Native:
     def plan(self, layer: nn.Module) -> "Plan | None":
         """Return the plan of a layer; None if no native call computes several of its modules."""
         inputs = 1 if isinstance(layer, FEED_FORWARDS) else 3
-        try:
-            recorded = record_layer(layer, lambda child: isinstance(child, Planned), inputs)
-        except CannotTranslate:
-            return None
+        recorded = record_layer(layer, lambda child: isinstance(child, Planned), inputs)
         weights = (
             weight
             for module in layer.modules()

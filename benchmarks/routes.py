@@ -38,8 +38,9 @@ from workhorse.serve.app import create_app
 from workhorse.serve.engine_client import EngineClient
 from workhorse.serve.engine_process import Worker, build
 from workhorse.serve.gate import Limits
-from workhorse.serve.messages import EngineSettings, ModelFacts
+from workhorse.serve.messages import ModelFacts
 from workhorse.serve.metrics import Metrics
+from workhorse.serve.settings import EngineSettings
 from workhorse.train import Recipe, train
 from workhorse.train.report.metrics import Event
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 
 from workhorse.data import SequenceStart
 from workhorse.errors import WorkhorseError
@@ -20,7 +21,8 @@ from workhorse.generate.scheduler import Scheduler
 from workhorse.generate.sequence import TokenSequence
 from workhorse.nn.cache.paged import PagedCache
 from workhorse.serve.engine_process import serve
-from workhorse.serve.messages import EngineSettings, ModelFacts
+from workhorse.serve.messages import ModelFacts
+from workhorse.serve.settings import EngineSettings
 from workhorse.tokenizers import BytesConfig, train_tokenizer
 
 CONTEXT = 4096
@@ -130,14 +132,12 @@ def make(settings: EngineSettings):
         tokenizer=tokenizer,
         beginning=SequenceStart((), None),
         trained_to_chat=False,
-        template="default",
+        settings=replace(settings, cache_tokens=settings.cache_tokens or 16 * CONTEXT),
         stop_tokens=(),
         reply_stop_tokens=(),
         sampling={},
         context=CONTEXT,
         vocab=256,
-        cache_tokens=settings.cache_tokens or 16 * CONTEXT,
-        max_sequences=settings.max_sequences,
         is_exact=False,
         announcement="decode: fake",
     )

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from workhorse.serve.gate import Limits
-from workhorse.serve.messages import EngineSettings
 from workhorse.serve.run import listen, serve
+from workhorse.serve.settings import EngineSettings
 
 if __name__ == "__main__":
     given = dict(one.split("=", 1) for one in sys.argv[1:])

@@ -22,7 +22,7 @@ from workhorse.model.model import Model
 from workhorse.models.huggingface import family
 from workhorse.serve.engine_process import build
 from workhorse.serve.memory import fit
-from workhorse.serve.messages import EngineSettings
+from workhorse.serve.settings import EngineSettings
 from workhorse.tokenizers import BytesConfig, train_tokenizer
 from workhorse.transforms.adapters import adapter_parameters, add_adapter
 from workhorse.transforms.lora import LoraConfig

@@ -1,15 +1,15 @@
 """Functions for the verbs `generate` and `chat`: sampling flags, prompts, and speed."""
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from workhorse.cli.flags import flag
 from workhorse.cli.output import warn
-from workhorse.generate.options import Row, table
+from workhorse.generate.options import table
 
 if TYPE_CHECKING:
     from workhorse.generate import Completion, Delta, GenerationConfig
@@ -127,32 +127,13 @@ def sampling_options(verb: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         for name, row in reversed(rows):
-            function = _flag(name, row)(function)
+            how: dict[str, Any] = {"metavar": row.option.metavar, "also": row.option.also}
+            if name == "logit_bias":
+                how |= {"type": str, "multiple": True, "callback": _biases}
+            function = flag(name, row.type, row.default, row.help, **how)(function)
         return function
 
     return add
-
-
-def _flag(name: str, row: Row) -> Callable[..., Any]:
-    """Return the decorator that adds the flag of an option to a verb."""
-    text = re.sub("^True (to|for) (.)", lambda found: found[2].upper(), row.help).replace("`", "")
-    kind, inside = get_origin(row.type) or row.type, get_args(row.type)
-    how: dict[str, Any] = {"type": row.type, "metavar": row.option.metavar}
-    if kind is bool:
-        how = {"is_flag": True, "default": None}
-    elif kind is dict:
-        how |= {"type": str, "multiple": True, "callback": _biases}
-    elif kind is tuple:
-        how |= {"type": inside[0], "multiple": True}
-    elif kind is Literal:
-        how["type"] = click.Choice(inside)
-    elif inside:  # the type, or None
-        how["type"] = inside[0]
-    if how.get("multiple"):
-        text += " Repeatable."
-    elif row.default is not None and "is_flag" not in how:
-        text += f"  [default: {row.default}]"
-    return click.option(f"--{name.replace('_', '-')}", *row.option.also, name, help=text, **how)
 
 
 def draft_options(verb: Callable[..., Any]) -> Callable[..., Any]:

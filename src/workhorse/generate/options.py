@@ -279,7 +279,7 @@ class Row(NamedTuple):
 @cache
 def table() -> dict[str, Row]:
     """Return the rows of `Options` by the name of the option."""
-    helps = _docstrings(Options)
+    helps = docstrings(Options)
     hints = get_type_hints(Options, include_extras=True)
     return {
         name: Row(hint.__origin__, getattr(Options, name), helps[name], hint.__metadata__[0])
@@ -287,15 +287,15 @@ def table() -> dict[str, Row]:
     }
 
 
-def _docstrings(kind: type) -> dict[str, str]:
+def docstrings(kind: type) -> dict[str, str]:
     """Return the first sentences of the docstrings of a class's attributes."""
     (body,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(body, ast.ClassDef)
     found: dict[str, str] = {}
     for row, below in zip(body.body, body.body[1:], strict=False):
         if isinstance(row, ast.AnnAssign) and isinstance(row.target, ast.Name):
-            assert isinstance(below, ast.Expr)
-            assert isinstance(below.value, ast.Constant)
+            if not (isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)):
+                continue
             text = " ".join(str(below.value.value).split())
             found[row.target.id] = text.partition(". ")[0].removesuffix(".") + "."
     return found

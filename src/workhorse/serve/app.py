@@ -72,7 +72,7 @@ def create_app(
         metrics,
         int(time.time()),
         _checker(),
-        facts.adapters,
+        tuple(facts.settings.adapters),
     )
     gate = Gate(app, Keys(keys), limits, on_answer=metrics.answered, loopback=loopback and not keys)
     _add_errors(app)
@@ -181,7 +181,7 @@ def _add_tokenizing(app: FastAPI, server: Server, facts: ModelFacts) -> None:
         """Describe the tokenizer, for lm-eval's remote tokenizer."""
         roles = facts.tokenizer.roles
         named = {f"{role}_token": roles.get(role) for role in ("bos", "eos", "pad", "unk")}
-        template = facts.tokenizer.chat_templates.get(facts.template)
+        template = facts.tokenizer.chat_templates.get(facts.settings.template)
         return {**named, "chat_template": template}
 
 

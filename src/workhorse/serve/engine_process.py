@@ -197,20 +197,16 @@ def facts(
         tokenizer=tokenizer,
         beginning=model.beginning,
         trained_to_chat=model.trained_to_chat,
-        template=settings.template,
+        settings=replace(settings, cache_tokens=tokens),
         stop_tokens=model.stop_tokens or eos,
         reply_stop_tokens=tuple(dict.fromkeys((*replies, *model.stop_tokens))),
         sampling=dict(model.sampling),
         context=model.decoder.max_seq_len,
         vocab=min(model.decoder.config.vocab_size, tokenizer.vocab_size),
-        cache_tokens=tokens,
-        max_sequences=settings.max_sequences,
         is_exact=settings.exact == "always"
         or (settings.exact == "auto" and all(one.backend.is_invariant for one in served)),
         announcement=_announcement(model, adapters),
         remarks=tuple(remarks),
-        speculate=settings.speculate,
-        adapters=tuple(adapters),
     )
 
 

@@ -20,7 +20,7 @@ from workhorse.models.describe import count_parameters
 from workhorse.nn import DecoderConfig
 from workhorse.nn.cache.paged import BLOCK
 from workhorse.plan.limits import bytes_of_weights
-from workhorse.serve.messages import EngineSettings
+from workhorse.serve.settings import EngineSettings
 
 SHARE = 0.5
 """Fraction of the free memory that the cache may use by default."""

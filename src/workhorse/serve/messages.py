@@ -3,8 +3,8 @@
 import contextlib
 import json
 import struct
-from dataclasses import dataclass, field
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
@@ -12,45 +12,11 @@ from workhorse.data import SequenceStart
 from workhorse.errors import WorkhorseError
 from workhorse.generate import Delta, GenerationConfig
 from workhorse.generate.engine import Load
+from workhorse.serve.settings import EngineSettings
 from workhorse.tokenizers import Tokenizer
 
 LENGTH = struct.Struct("!Q")
 """Format of the length that precedes each message."""
-
-
-Exact = Literal["auto", "always", "never"]
-"""`auto`: if the decoder is invariant (`Backend.is_invariant`), which costs little. `always`: for
-other decoders, prompts are processed one by one, and so are the sequences of a step."""
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """How the model is loaded, and the limits of its engine."""
-
-    model: str
-    device: str = "auto"
-    dtype: str = "auto"
-    kernel: str = "auto"
-    quantize: str = "none"
-    execution: str = "auto"
-    adapter: str | None = None
-    """Path of an adapter that the model has for all requests."""
-    adapters: dict[str, str] = field(default_factory=dict[str, str])
-    """Paths of adapters that requests may choose, by name."""
-    threads: int = 0
-    exact: Exact = "auto"
-    """When results do not depend on other requests, bit by bit; see `Exact`."""
-    max_sequences: int = 16
-    """Maximum number of completions that advance together."""
-    cache_tokens: int | None = None
-    """Maximum number of tokens of all completions in the cache; None: as many as fit into half of
-    the free memory, but no more than `max_sequences` full contexts."""
-    prompt_share: float = 0.4
-    """Fraction by which prompts may lengthen a step while other completions are generated."""
-    template: str = "default"
-    """Name of the chat template, if the tokenizer has several."""
-    speculate: int = 0
-    """Maximum number of tokens that are guessed per step and completion, by prompt lookup."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +31,8 @@ class ModelFacts:
     ]
     beginning: SequenceStart
     trained_to_chat: bool
-    template: str
+    settings: EngineSettings
+    """The settings, with the size of the cache."""
     stop_tokens: tuple[int, ...]
     """Ids that end a completion."""
     reply_stop_tokens: tuple[int, ...]
@@ -74,16 +41,16 @@ class ModelFacts:
     """Default sampling options, from `generation_config.json`."""
     context: int
     vocab: int
-    cache_tokens: int
-    max_sequences: int
     is_exact: bool
     """True if results do not depend on other requests, bit by bit."""
     announcement: str
     remarks: tuple[str, ...] = ()
-    speculate: int = 0
-    """See `EngineSettings`."""
-    adapters: tuple[str, ...] = ()
-    """Names of the adapters that requests may choose."""
+
+    @property
+    def cache_tokens(self) -> int:
+        """Number of tokens in the cache."""
+        assert self.settings.cache_tokens is not None
+        return self.settings.cache_tokens
 
 
 class GrammarError(WorkhorseError):

@@ -34,7 +34,7 @@ class Prompts:
         self._format: ChatFormat = TranscriptFormat(facts.tokenizer, facts.beginning.prefix)
         self.replies = self._learned = ReplyFormat()
         if facts.trained_to_chat:
-            template = ChatTemplate.of(facts.tokenizer, facts.template)
+            template = ChatTemplate.of(facts.tokenizer, facts.settings.template)
             self._format = TemplateFormat(template, facts.tokenizer)
             self._learned = reply_format(template)
             self.replies = after_prompt(self._learned, template)
@@ -191,10 +191,11 @@ class Prompts:
             ApiError: an option is out of range.
         """
         facts = self._facts
-        if samples > facts.max_sequences:
+        most = facts.settings.max_sequences
+        if samples > most:
             raise bad_request(
-                f"n={samples} is more than {facts.max_sequences}, the completions that this server "
-                "generates at a time; reduce n",
+                f"n={samples} is more than {most}, the completions that this server generates at a "
+                "time; reduce n",
                 "n",
             )
         room = min(facts.context + 1, facts.cache_tokens) - len(prompt)
@@ -206,7 +207,7 @@ class Prompts:
                 max_new_tokens=max(1, room if most_new is None else min(most_new, room)),
                 logit_bias=self._bias(body.logit_bias or {}),
                 exact=facts.is_exact,
-                speculate=facts.speculate,
+                speculate=facts.settings.speculate,
             )
         except ConfigError as error:
             name = re.split(r"\W", str(error), maxsplit=1)[0]

@@ -14,8 +14,9 @@ from workhorse.errors import WorkhorseError, counted
 from workhorse.serve.app import create_app
 from workhorse.serve.engine_client import COMMAND, EngineClient
 from workhorse.serve.gate import Gate, Limits, is_loopback
-from workhorse.serve.messages import EngineSettings, ModelFacts
+from workhorse.serve.messages import ModelFacts
 from workhorse.serve.metrics import Metrics
+from workhorse.serve.settings import EngineSettings
 
 GRACE = 600.0
 """Seconds that requests in flight may take after a signal."""

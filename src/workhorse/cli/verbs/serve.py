@@ -4,18 +4,21 @@ import json
 import os
 import signal
 import sys
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from workhorse.cli.flags import flags_of
 from workhorse.cli.loading import PATH, Running, json_option, model_options
 from workhorse.cli.output import ExitCode, print_result, warn
+from workhorse.serve.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from workhorse.serve.messages import Exact, ModelFacts
+    from workhorse.serve.messages import ModelFacts
 
 KEY_VARIABLE = "WORKHORSE_API_KEY"
 
@@ -42,46 +45,11 @@ KEY_VARIABLE = "WORKHORSE_API_KEY"
     help="API keys, one per line. One key can also be given in the environment variable"
     f" {KEY_VARIABLE}.",
 )
-@click.option(
-    "--max-sequences",
-    type=click.IntRange(1, 1024),
-    default=16,
-    show_default=True,
-    help="Completions that are generated at a time.",
-)
+@flags_of(EngineSettings)
 @click.option(
     "--queue",
     type=click.IntRange(0, 100_000),
     help="Requests that may wait; further ones get status 429.  [default: --max-sequences]",
-)
-@click.option(
-    "--cache-tokens",
-    type=click.IntRange(1),
-    help="Tokens in the cache, over all completions.  [default: --max-sequences full contexts, or"
-    " as many as half of the free memory holds]",
-)
-@click.option(
-    "--prompt-share",
-    type=click.FloatRange(min=0.01, max=1000),
-    default=0.4,
-    show_default=True,
-    help="Fraction by which prompts may lengthen a step while other completions are generated.",
-)
-@click.option(
-    "--exact",
-    type=click.Choice(["auto", "always", "never"]),
-    default="auto",
-    show_default=True,
-    help="Whether answers are independent of other requests, bit by bit. auto: if that is fast.",
-)
-@click.option(
-    "--speculate",
-    type=click.IntRange(0, 64),
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="Guess up to N tokens at a time from repetitions in the text so far, and verify them in"
-    " one pass. Answers stay the same.",
 )
 @click.option(
     "--timeout",
@@ -91,7 +59,6 @@ KEY_VARIABLE = "WORKHORSE_API_KEY"
     help="Seconds that a request may take.",
 )
 @click.option("--check", is_flag=True, help="Only say what fits into memory, by the files' sizes.")
-@click.option("--template", default="default", metavar="NAME", help="Name of the chat template.")
 @json_option
 def command(
     *,
@@ -102,16 +69,11 @@ def command(
     port: int,
     name: str | None,
     api_key_file: Path | None,
-    max_sequences: int,
     queue: int | None,
-    cache_tokens: int | None,
-    prompt_share: float,
-    exact: "Exact",
-    speculate: int,
     timeout: float,
     check: bool,
-    template: str,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Serve MODEL over HTTP with OpenAI's API, for programs and for browsers.
 
@@ -127,7 +89,6 @@ def command(
     if missing:
         raise WorkhorseError(f"serve needs {missing[0]}: {to_install('serve')}")
     from workhorse.serve.gate import Limits, is_loopback
-    from workhorse.serve.messages import EngineSettings
     from workhorse.serve.run import check_keys, listen, parsed_adapters, read_keys, serve
 
     keys = [] if api_key_file is None else read_keys(api_key_file)
@@ -136,22 +97,9 @@ def command(
     check_keys(keys, host)
     name = name or Path(model).absolute().name
     plain, named = parsed_adapters(adapters, name)
+    given = {option: value for option, value in options.items() if value is not None}
     settings = EngineSettings(
-        model,
-        device=running.device,
-        dtype=running.dtype,
-        kernel=running.kernel,
-        quantize=running.quantize,
-        execution=running.execution,
-        adapter=plain,
-        adapters=named,
-        threads=running.threads,
-        exact=exact,
-        max_sequences=max_sequences,
-        cache_tokens=cache_tokens,
-        prompt_share=prompt_share,
-        template=template,
-        speculate=speculate,
+        model, adapters=named, **asdict(running) | {"adapter": plain}, **given
     )
     if check:
         from workhorse.serve.memory import fit
@@ -159,7 +107,8 @@ def command(
         found = fit(settings)
         print_result(found._asdict(), as_json, text=found.sentence)
         return
-    places = max_sequences + (max_sequences if queue is None else queue)
+    most = settings.max_sequences
+    places = most + (most if queue is None else queue)
     bound = listen(host, port)
     address = f"http://{_shown_host(host)}:{bound.getsockname()[1]}"
 
@@ -169,12 +118,12 @@ def command(
         if not facts.trained_to_chat:
             warn(f"{facts.name} was not trained to chat; chats become a plain dialogue")
         print(facts.announcement, file=sys.stderr)
-        if facts.adapters:
-            print(f"adapters: {', '.join(facts.adapters)}", file=sys.stderr)
+        if named:
+            print(f"adapters: {', '.join(named)}", file=sys.stderr)
         independent = "do not depend" if facts.is_exact else "may depend, by rounding,"
         print(
             f"context {facts.context:,} tokens, cache {facts.cache_tokens:,} tokens, "
-            f"{facts.max_sequences} completions at a time; answers {independent} on other requests",
+            f"{most} completions at a time; answers {independent} on other requests",
             file=sys.stderr,
         )
         if as_json:

@@ -90,7 +90,7 @@ KINDS = {
 }
 INVARIANT = {
     "float32": (torch.float32, {"convolution": True}),
-    "bfloat16": (torch.bfloat16, {"convolution": True}),
+    "bfloat16": (torch.bfloat16, {"mixture": True}),
     "int8": (torch.bfloat16, {"format": "int8"}),
     "int4": (torch.float32, {"format": "int4"}),
 }

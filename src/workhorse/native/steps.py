@@ -31,11 +31,30 @@ class Op(IntEnum):
     ATTEND = 11
     LAST = 12
     CONVOLVE = 13
+    CAP = 14
+    CLIP = 15
+    MULTIPLY = 16
+    GROW = 17
+    CLAMPED_SWIGLU = 18
+    WAVE = 19
+    XIELU = 20
+    SCORE = 21
+    CHOOSE = 22
+    ORDER = 23
+    SEND = 24
+    EXPERT = 25
+    GATHER = 26
 
     @property
     def is_rowwise(self) -> bool:
         """True if each output row depends only on the same row of the inputs."""
-        return self not in (Op.LINEAR, Op.PACKED_LINEAR, Op.ATTEND, Op.LAST, Op.CONVOLVE)
+        return self not in _TOGETHER
+
+
+_TOGETHER = {
+    *(Op.LINEAR, Op.PACKED_LINEAR, Op.ATTEND, Op.LAST, Op.CONVOLVE),
+    *(Op.SCORE, Op.ORDER, Op.SEND, Op.EXPERT, Op.GATHER),
+}
 
 
 class NormFlag(IntFlag):
@@ -51,6 +70,20 @@ class RotationFlag(IntFlag):
 
     INTERLEAVED = 1
     IN_FLOAT32 = 2
+
+
+class RouterFlag(IntFlag):
+    """Options of the instruction CHOOSE, combined by bitwise or."""
+
+    SIGMOID = 1
+    NORMALISED = 2
+    RANKS_SCORES = 4
+    TOP_TWO = 8
+    SPARSE = 16
+
+
+CHOICE_BYTES = 12
+"""Size of a choice of an expert in a register: its index, weight and place."""
 
 
 ACTIVATIONS: tuple[ActivationName, ...] = get_args(ActivationName)

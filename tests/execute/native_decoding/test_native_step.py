@@ -35,27 +35,8 @@ from workhorse.transforms.quantization import FormatName, quantize
 
 pytestmark = [needs("steps"), needs("decoding")]
 CONFIGS = [config for config in CAUSAL if fixed_length(config) is None]
-TRANSLATED = {
-    *("arcee", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2", "cohere_compass_text"),
-    *("cwm", "ernie4_5", "exaone4", "falcon", "gemma", "gemma3_text", "glm", "glm4", "gpt2"),
-    *("gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "granite", "helium"),
-    *("hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama"),
-    *("ministral", "mistral", "modernbert-decoder", "mpt", "nemotron", "olmo2", "olmo3"),
-    *(
-        "openai-gpt",
-        "opt",
-        "persimmon",
-        "phi",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "seed_oss",
-        "smollm3",
-        "stablelm",
-        "starcoder2",
-    ),
-}
-"""The model types whose first shape is tested."""
+LATENT = {"axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"}
+"""The model types with latent attention, which has no instruction."""
 WIDE = 256
 """A width at which the weights are divided among threads."""
 
@@ -94,7 +75,7 @@ def test_steps_of_model_types(model_type: str) -> None:
     assert error(along(backend, prompts, tokens), along(plain, prompts, tokens)) <= 1e-5
     along(backend, prompts, tokens[:1])  # with the matrix unit, native steps have one row
     assert backend.translated is not None
-    assert (backend.translated.kept is not None) == (model_type in TRANSLATED)
+    assert (backend.translated.kept is None) == (model_type in LATENT)
 
 
 @pytest.mark.parametrize("length", [40, 300])  # the second exceeds the initial angle tables

@@ -45,7 +45,9 @@ class Program:
     table_users: tuple[int, ...]
     """For each kind of block table, the index of a layer that uses it."""
     dtype: torch.dtype
-    """Dtype of the weights."""
+    """Dtype of the model."""
+    dtypes: tuple[torch.dtype, ...]
+    """Dtype of each weight."""
 
 
 class Register(NamedTuple):
@@ -215,6 +217,7 @@ class Writer:
             tuple(self._layers[layer] for layer in self._cached),
             tuple(self._table_users.values()),
             self.dtype,
+            tuple(one.dtype for one in self._weights.values()),
         )
 
 

@@ -1,10 +1,10 @@
 """Translate modules, and a whole decoder, to instructions of the native step operator."""
 
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from workhorse.execute.activation_names import NATIVE_ACTIVATIONS, activation_name
 from workhorse.execute.lower.program import (
@@ -18,9 +18,17 @@ from workhorse.execute.lower.program import (
 from workhorse.execute.native_decoding.layers import ATTENDED, DecodingSdpa, StreamedLinear
 from workhorse.execute.record import CannotTranslate, record_modules
 from workhorse.native.decoding import GROUP
-from workhorse.native.steps import ACTIVATIONS, NormFlag, Op, RotationFlag
+from workhorse.native.steps import (
+    ACTIVATIONS,
+    CHOICE_BYTES,
+    NormFlag,
+    Op,
+    RotationFlag,
+    RouterFlag,
+)
 from workhorse.nn import Decoder
-from workhorse.nn.attention.grouped import Attention
+from workhorse.nn.attention.grouped import Attention, OutputGate, QueryScaling
+from workhorse.nn.attention.kernels import Eager
 from workhorse.nn.attention.masks import slopes_of_distance
 from workhorse.nn.attention.self_attention import (
     AllHeadsNorm,
@@ -32,12 +40,40 @@ from workhorse.nn.attention.self_attention import (
 )
 from workhorse.nn.blocks import Block
 from workhorse.nn.convolution import ShortConvolution
-from workhorse.nn.elementwise import Multiplier, RoundedMultiplier, Unchanged, is_identity
-from workhorse.nn.feedforward import Gated
+from workhorse.nn.elementwise import (
+    Clip,
+    Multiplier,
+    RoundedMultiplier,
+    SoftCap,
+    Unchanged,
+    is_identity,
+)
+from workhorse.nn.experts.mixture import (
+    Experts,
+    GatedSharedMixture,
+    GroupedLinear,
+    MixtureOfExperts,
+    SharedMixture,
+)
+from workhorse.nn.experts.router import (
+    ALWAYS_FLOAT32,
+    TOP2,
+    AdjustedRouter,
+    BestGroups,
+    Float32Linear,
+    LogitRouter,
+    Router,
+    SparseMixer,
+    TopKRouter,
+)
+from workhorse.nn.feedforward import XIELU, ClampedSwiglu, Gated, GatedMlp
 from workhorse.nn.norms import Norm, norm_facts
-from workhorse.nn.positions.absolute import LearnedPositions
+from workhorse.nn.positions.absolute import LearnedPositions, SinusoidalPositions
 from workhorse.transforms.lora import LoraLinear, LoraQuantizedLinear, LowRank
 from workhorse.transforms.quantization import QuantizedLinear
+
+FLOAT_BYTES = 4
+KERNELS = (DecodingSdpa, Eager)
 
 
 def translate(decoder: Decoder) -> Program:
@@ -49,7 +85,8 @@ def translate(decoder: Decoder) -> Program:
     Raises:
         CannotTranslate: a computation has no instruction.
     """
-    dtypes = {weight.dtype for weight in decoder.parameters()}
+    named = decoder.named_parameters()
+    dtypes = {weight.dtype for name, weight in named if not name.endswith(ALWAYS_FLOAT32)}
     if len(dtypes) > 1 or not dtypes <= set(ATTENDED):
         raise CannotTranslate(f"weights of dtypes {dtypes}")
     recorded = record_modules(decoder, lambda module: _translation(module) is not None)
@@ -171,19 +208,31 @@ def attention(writer: Writer, module: nn.Module, x: Register) -> Register:
     layer = cast(Attention, module)
     _check(layer)
     projections = (layer.q_proj, layer.k_proj, layer.v_proj)
-    q, k, v = (_written(writer, one, x) for one in projections)
+    clips = (layer.q_clip, layer.k_clip, layer.v_clip)
+    pairs = zip(projections, clips, strict=True)
+    q, k, v = (_through(writer, (clip,), _written(writer, one, x)) for one, clip in pairs)
     _norm_and_rotate(writer, layer, q, layer.q_norm, layer.q_rotation)
     _norm_and_rotate(writer, layer, k, layer.k_norm, layer.k_rotation)
+    q = _through(writer, (layer.scale_queries,), q)
     shape = CacheShape(layer.n_kv_heads, layer.head_dim, layer.value_dim)
     cached = writer.entry(layer, layer.pattern.reach, shape)
     # The cache is not a register: `k` represents the stored keys and values.
     writer.write(Op.STORE, k, k, v, options=cached)
     y = writer.reserve(layer.n_heads * layer.value_dim)
     seen = writer.reach(layer.pattern.window, layer.pattern.chunk)
-    options, scale = (layer.n_heads, *cached, seen), layer.kernel.scoring.scale
-    slopes = slopes_of_distance(layer.pattern)
-    writer.write(Op.ATTEND, y, q, k, weight=slopes, options=options, numbers=(scale,))
+    scoring, slopes = layer.kernel.scoring, slopes_of_distance(layer.pattern)
+    writer.write(
+        Op.ATTEND,
+        y,
+        q,
+        k,
+        weight=slopes,
+        bias=layer.kernel.sinks,
+        options=(layer.n_heads, *cached, seen),
+        numbers=(scoring.scale, scoring.softcap or 0.0),
+    )
     writer.release(q, k, v)
+    y = _written(writer, layer.gate, y, x)
     if type(layer.inner_norm) is not nn.Identity:
         norm(writer, layer.inner_norm, y, to=y)
     made = _written(writer, layer.out_proj, y)
@@ -193,12 +242,8 @@ def attention(writer: Writer, module: nn.Module, x: Register) -> Register:
 
 def _check(layer: Attention) -> None:
     other = layer.pattern.alibi_slopes and slopes_of_distance(layer.pattern) is None
-    if type(layer.kernel) is not DecodingSdpa or other:
+    if type(layer.kernel) not in KERNELS or other:
         raise CannotTranslate("an attention kernel or bias without an instruction")
-    parts = (layer.q_clip, layer.k_clip, layer.v_clip, layer.scale_queries, layer.gate)
-    for part in parts:
-        if not is_identity(part):
-            raise CannotTranslate(type(part).__name__)
 
 
 def _norm_and_rotate(
@@ -263,7 +308,35 @@ def _embed_positions(writer: Writer, module: nn.Module, x: Register) -> Register
     return made
 
 
-def _keep(_writer: Writer, _module: nn.Module, x: Register) -> Register:
+def _add_waves(writer: Writer, module: nn.Module, x: Register) -> Register:
+    positions = cast(SinusoidalPositions, module)
+    options = (positions.wave.offset, positions.wave.layout == "halves")
+    speeds = positions.speeds(torch.device("cpu"))
+    vectors = writer.write(Op.WAVE, writer.reserve(x.width), weight=speeds, options=options)
+    made = writer.write(Op.ADD, writer.reserve(x.width), x, vectors)
+    writer.release(vectors)
+    return made
+
+
+def _clip(writer: Writer, module: nn.Module, x: Register) -> Register:
+    return writer.write(Op.CLIP, writer.reserve(x.width), x, numbers=(cast(Clip, module).limit,))
+
+
+def _grow(writer: Writer, module: nn.Module, q: Register) -> Register:
+    growth = cast(QueryScaling, module).growth
+    options, numbers = (growth.length, growth.offset), (growth.scale,)
+    return writer.write(Op.GROW, writer.reserve(q.width), q, options=options, numbers=numbers)
+
+
+def _gate(writer: Writer, module: nn.Module, y: Register, x: Register) -> Register:
+    """Write the gate of an attention layer's outputs y, in place."""
+    gate = _written(writer, cast(OutputGate, module).proj, x)
+    writer.write(Op.ACTIVATE, y, gate, y, options=(ACTIVATIONS.index("sigmoid"),))
+    writer.release(gate)
+    return y
+
+
+def _keep(_writer: Writer, _module: nn.Module, x: Register, *_: Register) -> Register:
     return x
 
 
@@ -284,6 +357,171 @@ def _activate_gate(writer: Writer, module: nn.Module, x: Register, up: Register)
     return _activate(writer, cast(Gated, module).activation, x, up)
 
 
+def _cap(writer: Writer, module: nn.Module, x: Register) -> Register:
+    return writer.write(Op.CAP, writer.reserve(x.width), x, numbers=(cast(SoftCap, module).cap,))
+
+
+def _xielu(writer: Writer, module: nn.Module, x: Register) -> Register:
+    part = cast(XIELU, module)
+    y = writer.reserve(x.width)
+    return writer.write(Op.XIELU, y, x, weight=part.alpha_p, bias=part.alpha_n)
+
+
+def _clamped_swiglu(writer: Writer, module: nn.Module, gate: Register, up: Register) -> Register:
+    part = cast(ClampedSwiglu, module)
+    y = writer.reserve(gate.width)
+    return writer.write(Op.CLAMPED_SWIGLU, y, gate, up, numbers=(part.limit, part.alpha))
+
+
+def mixture(writer: Writer, module: nn.Module, x: Register) -> Register:
+    """Write the instructions of a mixture of experts, including its router."""
+    layer = cast(MixtureOfExperts, module)
+    y = _experts(writer, layer, x)
+    return _through(writer, (layer.multiply, layer.output_norm), y)
+
+
+def shared_mixture(writer: Writer, module: nn.Module, x: Register) -> Register:
+    """Write the instructions of a mixture of experts with a shared expert."""
+    layer = cast(SharedMixture, module)
+    return _mixture_with(writer, layer, x, _gated(writer, layer.shared, x))
+
+
+def gated_mixture(writer: Writer, module: nn.Module, x: Register) -> Register:
+    """Write the instructions of a mixture of experts with a gated shared expert."""
+    layer = cast(GatedSharedMixture, module)
+    shared, gate = _gated(writer, layer.shared, x), _written(writer, layer.shared_gate, x)
+    writer.write(Op.ACTIVATE, gate, gate, options=(ACTIVATIONS.index("sigmoid"),))
+    writer.write(Op.MULTIPLY, shared, shared, gate)
+    writer.release(gate)
+    return _mixture_with(writer, layer, x, shared)
+
+
+def _mixture_with(writer: Writer, layer: SharedMixture, x: Register, shared: Register) -> Register:
+    y = _experts(writer, layer, x)
+    writer.write(Op.ADD, y, y, shared)
+    writer.release(shared)
+    return _through(writer, (layer.multiply, layer.output_norm), y)
+
+
+def _experts(writer: Writer, layer: MixtureOfExperts, x: Register) -> Register:
+    """Write the weighted sum of the experts' outputs."""
+    experts, top_k = layer.experts, layer.router.top_k
+    _check_class(experts, Experts)
+    choices = _choices(writer, layer.router, x)
+    options = top_k, not is_identity(experts.weigh_input)
+    pairs = writer.write(Op.SEND, writer.reserve(top_k * x.width), x, choices, options=options)
+    projections = (experts.gate_proj, experts.up_proj)
+    gate, up = (_grouped(writer, one, pairs, choices, top_k) for one in projections)
+    writer.release(pairs)
+    hidden = _through(writer, (experts.dropout,), _written(writer, experts.activation, gate, up))
+    writer.release(gate, up)
+    rows = _grouped(writer, experts.down_proj, hidden, choices, top_k)
+    y = writer.write(Op.GATHER, writer.reserve(x.width), rows, choices, options=options)
+    writer.release(choices, hidden, rows)
+    return y
+
+
+def _grouped(
+    writer: Writer, module: nn.Module, pairs: Register, choices: Register, top_k: int
+) -> Register:
+    """Write a linear map of each expert, for all pairs of a token and one of its experts."""
+    _check_class(module, GroupedLinear)
+    layer = cast(GroupedLinear, module)
+    count, out, _ = layer.weight.shape
+    to, options = writer.reserve(top_k * out), (out, count, top_k)
+    weight, bias = layer.weight, layer.bias
+    return writer.write(Op.EXPERT, to, pairs, choices, weight=weight, bias=bias, options=options)
+
+
+class _Rule(NamedTuple):
+    """How a router chooses: the options of the instruction CHOOSE."""
+
+    flags: RouterFlag
+    scale: float = 1.0
+    jitter: float = 0.0
+    groups: tuple[int, int] = (1, 1)
+    bias: Tensor | None = None
+
+
+def _plain_rule(router: Router) -> _Rule:
+    part, flags = cast(TopKRouter, router), RouterFlag(0)
+    if isinstance(part.score, nn.Sigmoid):
+        flags |= RouterFlag.SIGMOID
+    if not is_identity(part.normalize):
+        flags |= RouterFlag.NORMALISED
+    return _Rule(flags, part.scale)
+
+
+def _adjusted_rule(router: Router) -> _Rule:
+    part, rule = cast(AdjustedRouter, router), _plain_rule(router)
+    flags, groups, bias = rule.flags, (1, 1), part.selection_bias
+    if bias is not None and bias.dtype != torch.float32:
+        raise CannotTranslate(f"a bias of a router in {bias.dtype}")
+    if not is_identity(part.limit):
+        limit = cast(BestGroups, part.limit)
+        groups = limit.n_groups, limit.top_groups
+        flags |= RouterFlag.TOP_TWO if limit.summed == TOP2 else 0
+    return rule._replace(flags=flags, groups=groups, bias=bias)
+
+
+def _score_rule(router: Router) -> _Rule:
+    rule = _adjusted_rule(router)
+    return rule._replace(flags=rule.flags | RouterFlag.RANKS_SCORES)
+
+
+def _sparse_rule(router: Router) -> _Rule:
+    return _Rule(RouterFlag.SPARSE, jitter=cast(SparseMixer, router).jitter)
+
+
+RULES: dict[type[Router], Callable[[Router], _Rule]] = {
+    TopKRouter: _plain_rule,
+    AdjustedRouter: _score_rule,
+    LogitRouter: _adjusted_rule,
+    SparseMixer: _sparse_rule,
+}
+
+
+def _choices(writer: Writer, router: Router, x: Register) -> Register:
+    """Write the instructions of a router; return the register of choices, sorted by expert."""
+    count, top_k, size = router.n_experts, router.top_k, writer.dtype.itemsize
+    _check_class(router, *RULES)
+    _check_class(router.proj, Float32Linear)
+    flags, scale, jitter, groups, bias = RULES[type(router)](router)
+    logits = writer.reserve(count * FLOAT_BYTES // size)
+    writer.write(Op.SCORE, logits, x, weight=router.proj.weight, bias=router.proj.bias)
+    choices = writer.reserve((top_k * CHOICE_BYTES + count * FLOAT_BYTES) // size)
+    options, numbers = (top_k, flags, *groups), (scale, jitter)
+    writer.write(Op.CHOOSE, choices, logits, weight=bias, options=options, numbers=numbers)
+    writer.release(logits)
+    return writer.write(Op.ORDER, choices, choices, options=(top_k, count))
+
+
+def _gated(writer: Writer, module: nn.Module, x: Register) -> Register:
+    """Write a gated feed-forward that is applied to every token."""
+    _check_class(module, GatedMlp)
+    part = cast(GatedMlp, module)
+    gate, up = (_written(writer, one, x) for one in (part.gate_proj, part.up_proj))
+    hidden = _written(writer, part.activation, gate, up)
+    writer.release(gate, up)
+    hidden = _through(writer, (part.dropout, part.inner_norm), hidden)
+    y = _written(writer, part.down_proj, hidden)
+    writer.release(hidden)
+    return y
+
+
+def _check_class(module: nn.Module, *known: type[nn.Module]) -> None:
+    if type(module) not in known:
+        raise CannotTranslate(type(module).__name__)
+
+
+def _through(writer: Writer, parts: Sequence[nn.Module], x: Register) -> Register:
+    """Write modules that are applied one after another; release the registers between them."""
+    for part in parts:
+        before, x = x, _written(writer, part, x)
+        writer.release(*{before} - {x})
+    return x
+
+
 TRANSLATIONS: dict[type[nn.Module], Callable[..., Register]] = {
     nn.Embedding: _embed,
     LearnedPositions: _embed_positions,
@@ -296,5 +534,15 @@ TRANSLATIONS: dict[type[nn.Module], Callable[..., Register]] = {
     **dict.fromkeys((LoraLinear, LoraQuantizedLinear), adapted),
     Attention: attention,
     ShortConvolution: convolution,
+    SinusoidalPositions: _add_waves,
+    SoftCap: _cap,
+    XIELU: _xielu,
+    ClampedSwiglu: _clamped_swiglu,
+    Clip: _clip,
+    QueryScaling: _grow,
+    OutputGate: _gate,
+    MixtureOfExperts: mixture,
+    SharedMixture: shared_mixture,
+    GatedSharedMixture: gated_mixture,
 }
 """For each class of modules, the function that writes its instructions."""

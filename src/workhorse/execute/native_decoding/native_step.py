@@ -266,9 +266,9 @@ class KeptProgram(NamedTuple):
 
     @property
     def is_cast_in_part(self) -> bool:
-        """True if a parameter has a new dtype since translation; ALiBi's slopes stay float32."""
-        weights = (one for one in self.program.weights if isinstance(one, torch.nn.Parameter))
-        return any(one.is_floating_point() and one.dtype != self.program.dtype for one in weights)
+        """True if a weight has a new dtype since translation."""
+        weights = zip(self.program.weights, self.program.dtypes, strict=True)
+        return any(one.dtype != before for one, before in weights)
 
     @property
     def is_contiguous(self) -> bool:

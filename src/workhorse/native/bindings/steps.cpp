@@ -230,6 +230,11 @@ class Prepared {
       WORKHORSE_CHECK(weight < 0 || (weights_[weight].scalar_type() == type && weights_[weight].numel() == count),
                       "workhorse: a weight has another type or size than when the program was made");
     };
+    const auto floats = [&](int64_t reg) { return int64_t(width(reg) * sizeof(T) / sizeof(float)); };
+    const auto choices = [&](int64_t reg, int64_t top_k, int64_t count) {
+      WORKHORSE_CHECK(width(reg) * sizeof(T) == top_k * sizeof(experts::Choice) + count * sizeof(int32_t),
+                      "workhorse: a register of choices has another width");
+    };
     const auto columns = [&](int64_t weight, int64_t count) {
       WORKHORSE_CHECK(weights_[weight].dim() == 2 && weights_[weight].size(1) == count,
                       "workhorse: a weight has another shape than when the program was made");
@@ -280,11 +285,42 @@ class Prepared {
         return check_layer(now.options[0], now.options[1]);
       case Op::kAttend:
         size(now.weight, ScalarType::Float, now.options[0]);
+        size(now.bias, type_, now.options[0]);
         return check_layer(now.options[1], now.options[2]);
       case Op::kConvolve:
         columns(now.weight, width(now.to));
         size(now.weight, type_, now.options[2] * width(now.to));
         return check_layer(now.options[0], now.options[1]);
+      case Op::kWave:
+        return size(now.weight, ScalarType::Float, (width(now.to) + 1) / 2);
+      case Op::kXielu:
+        size(now.weight, type_, 1);
+        return size(now.bias, type_, 1);
+      case Op::kScore:
+        columns(now.weight, width(now.from));
+        size(now.weight, type_, floats(now.to) * width(now.from));
+        return size(now.bias, type_, floats(now.to));
+      case Op::kChoose:
+        WORKHORSE_CHECK(now.options[0] <= floats(now.from) && floats(now.from) % now.options[2] == 0,
+                        "workhorse: a router has fewer experts than choices");
+        choices(now.to, now.options[0], floats(now.from));
+        return size(now.weight, ScalarType::Float, floats(now.from));
+      case Op::kOrder:
+        return choices(now.to, now.options[0], now.options[1]);
+      case Op::kExpert:
+        choices(now.other, now.options[2], now.options[1]);
+        WORKHORSE_CHECK(width(now.to) == now.options[2] * now.options[0],
+                        "workhorse: the register of the experts has another width");
+        size(now.weight, type_, now.options[1] * now.options[0] * (width(now.from) / now.options[2]));
+        return size(now.bias, type_, now.options[1] * now.options[0]);
+      case Op::kSend:
+        WORKHORSE_CHECK(width(now.to) == now.options[0] * width(now.from),
+                        "workhorse: the register of the pairs has another width");
+        return;
+      case Op::kGather:
+        WORKHORSE_CHECK(width(now.from) == now.options[0] * width(now.to),
+                        "workhorse: the register of the pairs has another width");
+        return;
       default:
         return;
     }

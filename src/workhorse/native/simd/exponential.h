@@ -1,4 +1,4 @@
-// e^x for vectors, on any CPU.
+// e^x and tanh x for vectors, on any CPU.
 #pragma once
 
 #include "simd/vectors.h"
@@ -17,6 +17,15 @@ inline F32x16 exponential(F32x16 x) {
   for (float factor : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
     power = fma(power, rest, factor);
   return select(none, F32x16{}, power * (F32x16)((whole + 127) << 23));
+}
+
+// tanh x, to a few units in the last place; a polynomial near 0, as (1 - e^-2x) / (1 + e^-2x) cancels there.
+inline F32x16 hyperbolic_tangent(F32x16 x) {
+  const F32x16 size = select(x < 0.0f, -x, x), square = x * x, power = exponential(size * -2.0f);
+  const F32x16 far = (1.0f - power) / (1.0f + power);
+  F32x16 near = fma(square, -5.70498872745e-3f, 2.06390887954e-2f);
+  for (float factor : {-5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f}) near = fma(near, square, factor);
+  return select(size < 0.625f, fma(x * square, near, x), select(x < 0.0f, -far, far));
 }
 
 }  // namespace workhorse

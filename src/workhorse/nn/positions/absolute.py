@@ -99,15 +99,20 @@ class SinusoidalPositions(nn.Module):
 
     def vectors(self, positions: Positions) -> Float[Tensor, "#batch seq d_model"]:
         """The sinusoidal vectors of these positions, in float32."""
-        half = (self.d_model + 1) // 2
-        divisor = self.d_model / 2 if self.wave.spacing == "half" else max(half - 1, 1)
-        exponents = torch.arange(half, device=positions.device, dtype=torch.float32) / divisor
+        speeds = self.speeds(positions.device)
         placed = (positions + self.wave.offset).float()
-        angles = placed.unsqueeze(-1) * self.wave.theta**-exponents  # (batch, seq, half)
+        angles = placed.unsqueeze(-1) * speeds  # (batch, seq, half)
         pair = (angles.sin(), angles.cos())
         if self.wave.layout == "interleaved":
             return torch.stack(pair, dim=-1).flatten(-2)[..., : self.d_model]
-        return torch.cat((pair[0], pair[1][..., : self.d_model - half]), dim=-1)
+        return torch.cat((pair[0], pair[1][..., : self.d_model - len(speeds)]), dim=-1)
+
+    def speeds(self, device: torch.device) -> Float[Tensor, " half"]:
+        """The angle of each pair of features per position, float32."""
+        half = (self.d_model + 1) // 2
+        divisor = self.d_model / 2 if self.wave.spacing == "half" else max(half - 1, 1)
+        exponents = torch.arange(half, device=device, dtype=torch.float32) / divisor
+        return self.wave.theta**-exponents
 
 
 EmbeddingPositionConfig = Annotated[

@@ -1,4 +1,4 @@
-// Attention of a few queries per head over a paged cache: y = softmax(q Kᵀ · scale + bias) V.
+// Attention of a few queries per head over a paged cache: y = softmax(cap(q Kᵀ · scale) + bias) V.
 //
 // A unit of work is one row of the batch, one key head, and queries of the heads that share it. Keys and
 // values are each read once, in order, a few slots at a time, so that all queries find them in the L1
@@ -60,6 +60,8 @@ struct Attend {
   int64_t splits;  // units among which the queries of a row's key head are divided
   float scale;
   const float* slopes;  // of each head for ALiBi (2108.12409), whose bias is -slope · (last - 1 - slot); or null
+  float softcap = 0;           // bound of the scores (Gemma 2); 0 for none
+  const T* sinks = nullptr;    // a logit of each head that gets a weight but has no value (gpt-oss); or null
 
   // Computes units [begin, end).
   void run(int64_t begin, int64_t end) const {
@@ -83,7 +85,8 @@ struct Attend {
         const Seen seen = seen_by(unit, g);
         if (seen.first == seen.last) continue;
         const int64_t from = (seen.first - unit.first) / kWide * kWide;
-        softmax(weights + g * room + from, round_up(seen.last - unit.first, kWide) - from);
+        const float sink = sinks ? to_float(sinks[head(unit, g)]) : kHidden;
+        softmax(weights + g * room + from, round_up(seen.last - unit.first, kWide) - from, sink);
       }
       mix(unit, weights, room, sums.data());
     }
@@ -144,6 +147,7 @@ struct Attend {
         const Seen seen = seen_by(unit, g);
         if (seen.last <= slot || seen.first >= slot + count) continue;
         F32x16 all = dots(of(q, unit, g), keys, g ? nullptr : later, count) * scale;
+        if (softcap) all = hyperbolic_tangent(all / softcap) * softcap;
         if (slopes)
           all = fma(convert<F32x16>(lane_numbers() + int32_t(slot + 1 - seen.last)), slopes[head(unit, g)], all);
         put(scores + g * room + slot - unit.first, select(inside(slot, seen), all, F32x16{} + kHidden));
@@ -183,14 +187,14 @@ struct Attend {
     return all;
   }
 
-  // In place.
-  static void softmax(float* scores, int64_t padded) {
+  // In place; `sink` is one more score, whose weight is dropped.
+  static void softmax(float* scores, int64_t padded, float sink) {
     F32x16 most = load<F32x16>(scores);
     for (int64_t i = kWide; i < padded; i += kWide) {
       const F32x16 some = load<F32x16>(scores + i);
       most = select(some > most, some, most);
     }
-    float peak = most[0];
+    float peak = std::max(most[0], sink);
     for (int i = 1; i < kWide; i++) peak = std::max(peak, most[i]);
     const F32x16 hidden = F32x16{} + kHidden;
     F32x16 total = {};
@@ -200,7 +204,8 @@ struct Attend {
       total += weight;
       put(scores + i, weight);
     }
-    const float whole = sum(total);
+    float whole = sum(total);
+    if (sink > kHidden) whole += exponential(F32x16{} + (sink - peak))[0];
     const float share = whole > 0 ? 1 / whole : 0;
     for (int64_t i = 0; i < padded; i++) scores[i] *= share;
   }

@@ -12,6 +12,7 @@
 
 #include "ops/activations.h"
 #include "ops/decoding/attend.h"
+#include "ops/decoding/experts.h"
 #include "ops/decoding/linear.h"
 #include "ops/decoding/linear_tiles.h"
 #include "ops/decoding/packed_linear.h"
@@ -37,14 +38,48 @@ enum class Op : int64_t {
   kPackedLinear,  // kLinear with packed from; options[1]: scales, [2]: levels or -1
   kRotate,        // to is rotated in heads of options[0] elements; [1]: angles, [2]: flags
   kStore,         // stores from and other in the cache, as keys and values; options[0]: layer, [1]: table
-  kAttend,        // to = attention of from, options[0] heads; [1]: layer, [2]: table, [3]: reach; numbers[0]: scale;
-                  // weight: ALiBi's slopes, float32
+  kAttend,        // to = attention of from, options[0] heads; [1]: layer, [2]: table, [3]: reach; numbers[0]: scale,
+                  // [1]: softcap or 0; weight: ALiBi's slopes, float32; bias: sinks
   kLast,          // to = the rows of from whose logits are wanted; later instructions have only these rows
   kConvolve,      // to = from + Σ weight[i] · the input i tokens before, read from the cache for i > 0; options[0]: layer,
                   // [1]: table, [2]: number of tokens i
+  kCap,           // to = numbers[0] · tanh(from / numbers[0])
+  kClip,          // to = from between -numbers[0] and numbers[0]
+  kMultiply,      // to = from · other, whose row has the same width or one element
+  kGrow,          // to = from · (1 + numbers[0] · ln(1 + floor((position + options[1]) / options[0])))
+  kClampedSwiglu,  // to = g · sigmoid(numbers[1] g) · (u + 1), g = from and u = other up to the limit numbers[0]
+  kWave,          // to = sines and cosines of weight · (position + options[0]), alternating, or in halves if options[1]
+  kXielu,         // to = xIELU(from), whose parameters are weight and bias, of one element each
+  // Mixtures of experts. Registers hold logits in float32, and pairs of token and expert as `Choice`. The register
+  // of choices has the end of each expert's pairs behind those of the first token.
+  kScore,         // to, logits, = from weightᵀ + bias in float32
+  kChoose,        // to, choices, = the best options[0] experts by the logits from; [1]: flags of the router, [2] and [3]:
+                  // number of groups and of the best ones; numbers: scale and jitter; weight: bias of the ranks, float32
+  kOrder,         // to, choices, is sorted by expert; options[0]: choices of a token, [1]: experts
+  kSend,          // to = the row of from for each pair of other; options[0]: choices of a token, [1]: 1 to weigh it
+  kExpert,        // to = from weightᵀ + bias of the expert of each pair of other; options[0]: outputs, [1]: experts,
+                  // [2]: choices of a token
+  kGather,        // to = sum of the rows of from for the pairs of a token; options as of kSend
 };
 
 enum class Activation : int64_t { kRelu, kReluSquared, kGelu, kGeluTanh, kSilu, kSigmoid };
+
+// True if an instruction computes each row only from the same row of its inputs.
+constexpr bool rowwise(Op op) {
+  switch (op) {
+    case Op::kLinear:
+    case Op::kPackedLinear:
+    case Op::kAttend:
+    case Op::kLast:
+    case Op::kConvolve:
+    case Op::kScore:
+    case Op::kOrder:
+    case Op::kSend:
+    case Op::kExpert:
+    case Op::kGather: return false;
+    default: return true;
+  }
+}
 
 // Flags in options[1] of a norm, and in options[2] of a rotation.
 constexpr int64_t kCentred = 1, kRoundedNormal = 2, kRoundedGain = 4;
@@ -54,11 +89,6 @@ struct Instruction {
   Op op;
   int64_t waits, joins, to, from, other, weight, bias, options[4];
 };
-
-// True if an instruction computes each row only from the same row of its inputs.
-constexpr bool rowwise(Op op) {
-  return op != Op::kLinear && op != Op::kPackedLinear && op != Op::kAttend && op != Op::kLast && op != Op::kConvolve;
-}
 
 struct Register {
   std::byte* at;
@@ -127,7 +157,7 @@ struct Pass {
         divide(rows, [&](int64_t r) {
           for (int64_t j = i; j < next; j++) work_on_row(instructions[j], numbers + 2 * j, r);
         });
-      else work_together(now, float(numbers[2 * i]), rows, in_order, divide);
+      else work_together(now, numbers + 2 * i, rows, in_order, divide);
       for (int64_t j = i; j < next; j++)
         if (instructions[j].to == in_order) in_order = -1;
     }
@@ -158,6 +188,14 @@ struct Pass {
       case Op::kPack: return pack(now, r);
       case Op::kRotate: return rotate(now, r);
       case Op::kStore: return store(now, r);
+      case Op::kCap: return cap(now, float(number[0]), r);
+      case Op::kClip: return clip(now, float(number[0]), r);
+      case Op::kMultiply: return multiply(now, r);
+      case Op::kGrow: return grow(now, float(number[0]), r);
+      case Op::kWave: return wave(now, r);
+      case Op::kClampedSwiglu: return clamped_swiglu(now, number, r);
+      case Op::kXielu: return xielu(now, r);
+      case Op::kChoose: return choose(now, number, r);
       default: return;
     }
   }
@@ -165,7 +203,7 @@ struct Pass {
   // Divides an instruction into units by `divide(units, function of a unit)`. `in_order`: the register whose rows
   // this thread has packed for gemms, or -1.
   template <class Divide>
-  void work_together(const Instruction& now, float number, int64_t rows, int64_t& in_order,
+  void work_together(const Instruction& now, const double* number, int64_t rows, int64_t& in_order,
                      const Divide& divide) const {
     switch (now.op) {
       case Op::kLinear: return rows > few ? gemm(now, rows, in_order, divide) : linear(now, rows, divide);
@@ -173,6 +211,11 @@ struct Pass {
         return now.options[2] < 0 ? packed<8>(now, rows, divide) : packed<4>(now, rows, divide);
       case Op::kAttend: return attend(now, number, divide);
       case Op::kConvolve: return divide(rows, [&](int64_t r) { convolve(now, r); });
+      case Op::kScore: return score(now, rows, divide);
+      case Op::kOrder: return divide(1, [&](int64_t) { sort(now, rows); });
+      case Op::kSend: return divide(rows, [&](int64_t r) { send(now, r); });
+      case Op::kExpert: return expert(now, divide);
+      case Op::kGather: return divide(rows, [&](int64_t r) { gather_pairs(now, r); });
       case Op::kLast:
         return divide(rows,
                       [&](int64_t r) { std::copy_n(row(now.from, wanted[r]), width(now.to), row(now.to, r)); });
@@ -188,6 +231,174 @@ struct Pass {
     const T* const x = row(now.from, r);
     T* const y = row(now.to, r);
     each(width(now.to), [&]<class V>(V, int64_t j) { write(y + j, read<V>(x + j) * by); });
+  }
+
+  // Rounds after every operation, as the modules do.
+  void cap(const Instruction& now, float bound, int64_t r) const {
+    const T* const x = row(now.from, r);
+    T* const y = row(now.to, r);
+    each(width(now.to), [&]<class V>(V, int64_t j) {
+      const F32x16 all = hyperbolic_tangent(held_by<T>(read<V>(x + j) / bound) - F32x16{});
+      V value;
+      if constexpr (kCount<V> == 1) value = all[0];
+      else value = all;
+      write(y + j, held_by<T>(value) * bound);
+    });
+  }
+
+  void clip(const Instruction& now, float bound, int64_t r) const {  // keeps NaN
+    const T* const x = row(now.from, r);
+    T* const y = row(now.to, r);
+    for (int64_t j = 0; j < width(now.to); j++) {
+      const float value = to_float(x[j]);
+      workhorse::store(y + j, value < -bound ? -bound : value > bound ? bound : value);
+    }
+  }
+
+  void multiply(const Instruction& now, int64_t r) const {
+    const T *const x = row(now.from, r), *const other = row(now.other, r);
+    T* const y = row(now.to, r);
+    const bool one = width(now.other) == 1;
+    each(width(now.to), [&]<class V>(V, int64_t j) {
+      if (one) write(y + j, read<V>(x + j) * to_float(*other));
+      else write(y + j, read<V>(x + j) * read<V>(other + j));
+    });
+  }
+
+  void clamped_swiglu(const Instruction& now, const double* number, int64_t r) const {
+    const float limit = float(number[0]), alpha = float(number[1]);
+    const T *const gate = row(now.from, r), *const up = row(now.other, r);
+    T* const y = row(now.to, r);
+    each(width(now.to), [&]<class V>(V, int64_t j) {
+      const F32x16 most = F32x16{} + limit, all = read<V>(gate + j) - F32x16{}, other = read<V>(up + j) - F32x16{};
+      const F32x16 g = select(all > most, most, all);
+      const F32x16 u = select(other > most, most, select(other < -most, -most, other));
+      const F32x16 scaled = held_by<T>(g * alpha);
+      const F32x16 gated = held_by<T>(g * held_by<T>(activations::sigmoid(scaled).value));
+      const F32x16 all_values = gated * held_by<T>(u + 1.0f);
+      if constexpr (kCount<V> == 1) write(y + j, all_values[0]);
+      else write(y + j, all_values);
+    });
+  }
+
+  void grow(const Instruction& now, float by, int64_t r) const {
+    const int64_t stretches = (positions[r] + now.options[1]) / now.options[0];
+    T factor;
+    workhorse::store(&factor, 1 + by * std::log1p(float(stretches)));
+    const T* const x = row(now.from, r);
+    T* const y = row(now.to, r);
+    each(width(now.to), [&]<class V>(V, int64_t j) { write(y + j, read<V>(x + j) * to_float(factor)); });
+  }
+
+  void wave(const Instruction& now, int64_t r) const {
+    const float *const speeds = weight<float>(now.weight), at = float(positions[r] + now.options[0]);
+    const int64_t n = width(now.to), half = (n + 1) / 2;
+    const bool halves = now.options[1];
+    T* const y = row(now.to, r);
+    for (int64_t i = 0; i < half; i++) {
+      const float angle = at * speeds[i];
+      const int64_t cosine = halves ? half + i : 2 * i + 1;
+      workhorse::store(y + (halves ? i : 2 * i), std::sin(angle));
+      if (cosine < n) workhorse::store(y + cosine, std::cos(angle));
+    }
+  }
+
+  // x > 0: a x² + x / 2, else (e^x - 1 - x) b + x / 2, with a = softplus(weight) and b = 1 / 2 + softplus(bias).
+  void xielu(const Instruction& now, int64_t r) const {
+    const auto softplus = [](float x) { return x > 20 ? x : std::log1p(std::exp(x)); };
+    const float above = softplus(to_float(*weight<T>(now.weight)));
+    const float below = 0.5f + softplus(to_float(*weight<T>(now.bias)));
+    const T* const x = row(now.from, r);
+    T* const y = row(now.to, r);
+    each(width(now.to), [&]<class V>(V, int64_t j) {
+      const F32x16 all = read<V>(x + j) - F32x16{}, least = select(all < -1e-6f, all, F32x16{} - 1e-6f);
+      F32x16 near = fma(least, 1.0f / 40320, 1.0f / 5040);  // e^x - 1 - x cancels near 0
+      for (float factor : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f}) near = fma(near, least, factor);
+      const F32x16 bent = select(least > -0.5f, near * least * least + (least - all), exponential(least) - 1.0f - all);
+      const F32x16 found = select(all > 0.0f, all * all * above, bent * below) + all * 0.5f;
+      if constexpr (kCount<V> == 1) write(y + j, found[0]);
+      else write(y + j, found);
+    });
+  }
+
+  using Choice = experts::Choice;
+
+  // The choices of a token, and behind those of the first one the end of each expert's pairs.
+  Choice* choices(int64_t reg, int64_t r) const { return (Choice*)row(reg, r); }
+  int32_t* ends(int64_t reg, int64_t top_k) const { return (int32_t*)(choices(reg, 0) + top_k); }
+  int64_t floats(int64_t reg) const { return width(reg) * sizeof(T) / sizeof(float); }
+
+  template <class Divide>
+  void score(const Instruction& now, int64_t rows, const Divide& divide) const {
+    constexpr int64_t size = 8;
+    const int64_t in = width(now.from), count = floats(now.to);
+    const T *const w = weight<T>(now.weight), *const bias = weight<T>(now.bias);
+    divide((count + size - 1) / size, [&](int64_t unit) {
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t e = unit * size; e < std::min(count, (unit + 1) * size); e++) {
+          Sum total;
+          each(in, [&]<class V>(V, int64_t j) { total.add_product(read<V>(row(now.from, r) + j), read<V>(w + e * in + j)); });
+          ((float*)row(now.to, r))[e] = float(total) + (bias ? to_float(bias[e]) : 0);
+        }
+    });
+  }
+
+  void choose(const Instruction& now, const double* number, int64_t r) const {
+    const int64_t* const options = now.options;
+    const experts::Router router{options[0], options[1], options[2], options[3], float(number[0]), float(number[1])};
+    experts::Chooser((float*)row(now.from, r), floats(now.from), weight<float>(now.weight), router).run(choices(now.to, r));
+  }
+
+  void sort(const Instruction& now, int64_t rows) const {
+    const int64_t top_k = now.options[0], count = now.options[1];
+    const auto pair = [&](int64_t n) -> Choice& { return choices(now.to, n / top_k)[n % top_k]; };
+    int32_t* const end = ends(now.to, top_k);
+    std::fill_n(end, count, 0);
+    for (int64_t n = 0; n < rows * top_k; n++) end[pair(n).expert]++;
+    for (int64_t e = 1; e < count; e++) end[e] += end[e - 1];
+    for (int64_t n = rows * top_k; n-- > 0;) pair(n).place = --end[pair(n).expert];  // now the begin of each expert
+    for (int64_t n = 0; n < rows * top_k; n++) end[pair(n).expert]++;
+  }
+
+  void send(const Instruction& now, int64_t r) const {
+    const int64_t n = width(now.from);
+    for (int64_t k = 0; k < now.options[0]; k++) {
+      const Choice& choice = choices(now.other, r)[k];
+      const T* const x = row(now.from, r);
+      T* const y = row(now.to, 0) + choice.place * n;
+      if (now.options[1]) each(n, [&]<class V>(V, int64_t j) { write(y + j, read<V>(x + j) * choice.weight); });
+      else std::copy_n(x, n, y);
+    }
+  }
+
+  template <class Divide>
+  void expert(const Instruction& now, const Divide& divide) const {
+    const int64_t columns = now.options[0], count = now.options[1], top_k = now.options[2];
+    const int64_t in = width(now.from) / top_k;
+    const int64_t size = std::max<int64_t>(1, kUnitBytes / (in * sizeof(T)) / linear::kTogether) * linear::kTogether;
+    const int64_t parts = (columns + size - 1) / size;
+    const int32_t* const end = ends(now.other, top_k);
+    divide(count * parts, [&](int64_t unit) {
+      const int64_t e = unit / parts, begin = e ? end[e - 1] : 0, first = unit % parts * size;
+      if (begin == end[e]) return;
+      const T *const w = weight<T>(now.weight), *const bias = weight<T>(now.bias);
+      const linear::Layer<T> layer{w + e * columns * in, bias ? bias + e * columns : nullptr,
+                                   row(now.to, 0) + begin * columns, columns};
+      linear::Rows<T>{row(now.from, 0) + begin * in, end[e] - begin, in}.run(layer, first, std::min(columns, first + size));
+    });
+  }
+
+  void gather_pairs(const Instruction& now, int64_t r) const {
+    const int64_t n = width(now.to), top_k = now.options[0];
+    const Choice* const all = choices(now.other, r);
+    each(n, [&]<class V>(V, int64_t j) {
+      V total{};
+      for (int64_t k = 0; k < top_k; k++) {
+        const V value = read<V>(row(now.from, 0) + all[k].place * n + j);
+        total += now.options[1] ? value : value * all[k].weight;
+      }
+      write(row(now.to, r) + j, total);
+    });
   }
 
   void add(const Instruction& now, int64_t r) const {
@@ -367,14 +578,14 @@ struct Pass {
   }
 
   template <class Divide>
-  void attend(const Instruction& now, float scale, const Divide& divide) const {
+  void attend(const Instruction& now, const double* number, const Divide& divide) const {
     const int64_t kv_heads = keys[now.options[1]].heads;
     std::vector<attend::Attend<T>> parts;
     std::vector<int64_t> ends;  // cumulative number of units of the batches
     int64_t units = 0, in_all = 0;
     for (const Batch& batch : batches) in_all += batch.sequences * kv_heads;
     for (const Batch& batch : batches) {
-      parts.push_back(attention(now, scale, batch, in_all));
+      parts.push_back(attention(now, number, batch, in_all));
       ends.push_back(units += batch.sequences * kv_heads * parts.back().splits);
     }
     divide(units, [&](int64_t unit) {
@@ -386,7 +597,7 @@ struct Pass {
   }
 
   // The attention of a batch; `in_all`: key heads of all sequences.
-  attend::Attend<T> attention(const Instruction& now, float scale, const Batch& batch, int64_t in_all) const {
+  attend::Attend<T> attention(const Instruction& now, const double* number, const Batch& batch, int64_t in_all) const {
     const int64_t heads = now.options[0], seq = batch.seq;
     const Stored<T>&k = keys[now.options[1]], &v = values[now.options[1]];
     const BlockTable& table = tables[now.options[2]];
@@ -412,8 +623,10 @@ struct Pass {
             k.width,
             v.width,
             attend::splits_of(shares, in_all, heads / k.heads * seq),
-            scale,
-            weight<float>(now.weight)};
+            float(number[0]),
+            weight<float>(now.weight),
+            float(number[1]),
+            weight<T>(now.bias)};
   }
 };
 

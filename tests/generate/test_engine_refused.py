@@ -137,9 +137,9 @@ def test_a_decoder_without_weights_is_refused(make_decoder):
     ("arguments", "message"),
     [
         ({"config": {"temperature": 0}}, "config={'temperature': 0} is not a GenerationConfig"),
-        ({"decoder": None}, "decoder=None is not a decoder; give a model's .decoder"),
+        ({"decoder": None}, "decoder=None is not a decoder; give a model's .backend"),
         ({"tokenizer": 3}, "tokenizer=3 is not a tokenizer; give a model's .tokenizer"),
-        ({"draft": "m"}, "draft='m' is not a decoder; give a model's .decoder"),
+        ({"draft": "m"}, "draft='m' is not a decoder; give a model's .backend"),
         ({"prompts": None}, "prompts=None is not a list; give a list of prompts"),
         ({"prompts": "ab"}, "prompts='ab' is not a list; give a list of prompts"),
     ],

@@ -114,7 +114,7 @@ def checked_models(
     """
     for name, model in {"decoder": decoder, "draft": draft}.items():
         if not isinstance(model, Decoder | Backend) and (model is not None or name == "decoder"):
-            raise WorkhorseError(f"{name}={shown(model)} is not a decoder; give a model's .decoder")
+            raise WorkhorseError(f"{name}={shown(model)} is not a decoder; give a model's .backend")
     if tokenizer is not None and not hasattr(tokenizer, "stream"):
         raise WorkhorseError(
             f"tokenizer={shown(tokenizer)} is not a tokenizer; give a model's .tokenizer, or omit "

@@ -99,15 +99,7 @@ class StreamingTokenizer(Protocol):
 def checked_models(
     decoder: object, draft: object, tokenizer: object
 ) -> tuple[Backend, Backend | None]:
-    """Check the types of a model, a draft model and a tokenizer.
-
-    Args:
-        decoder: a decoder or a backend.
-        draft: the same, or None.
-        tokenizer: a `StreamingTokenizer`, or None.
-
-    Returns:
-        The backends of the model and of the draft model.
+    """Check the types of a model, a draft model and a tokenizer; return the models' backends.
 
     Raises:
         WorkhorseError: an argument has the wrong type.

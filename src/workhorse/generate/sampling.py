@@ -337,7 +337,7 @@ class Chooser:
             ids = arriving.wait()
             _check_rows(min(ids) >= 0, at, chosen)
             scored, own = processed, None
-            if not self.config.processed_logprobs:
+            if self.config.logprobs is not None and not self.config.processed_logprobs:
                 scored, own = at, self._backend.scores(at, tokens)
             logprobs = token_logprobs(scored, tokens, self.config.logprobs, own)
             if history is not None:

@@ -1,6 +1,7 @@
 """The recipes in `recipes/`, and the scripts beside them."""
 
 import argparse
+import copy
 import importlib.util
 import json
 import os
@@ -88,6 +89,8 @@ class PlainModel(nn.Module):
             PlainLayer(post_norm, width, heads) for _ in range(ours.config.n_layers)
         )
         self.norm = nn.Identity() if post_norm else nn.LayerNorm(width, bias=False)
+        if not post_norm:
+            self.norm.load_state_dict({"weight": state["final_norm.weight"]})
         for number, layer in enumerate(self.layers):
             here = {
                 name.removeprefix(f"layers.{number}."): value
@@ -145,9 +148,16 @@ def test_a_published_design_equals_plain_pytorch(name: str) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip)
     adam, rate = train.optimizer, (config.d_model * 4000) ** -0.5 if old else 1e-3
     assert (adam.beta1, adam.beta2, adam.eps) == ((0.9, 0.98, 1e-9) if old else (0.9, 0.95, 1e-8))
-    with torch.no_grad():  # Adam's first update, with weight decay of matrices
-        for weight in plain.parameters():
-            gradient = weight.grad if weight.grad is not None else torch.zeros_like(weight)
+    gradients = copy.deepcopy(ours)
+    with torch.no_grad():
+        for gradient, weight in zip(gradients.parameters(), ours.parameters(), strict=True):
+            gradient.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+        # Adam's first update, with weight decay of matrices. Both models use the same gradients,
+        # because it amplifies the rounding of small ones.
+        of_ours = PlainModel(gradients, post_norm=old).parameters()
+        for weight, gradient in zip(plain.parameters(), of_ours, strict=True):
+            expected = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-4)
             weight.mul_(1 - rate * (0.1 if weight.ndim > 1 and not old else 0))
             weight.sub_(rate * gradient / (gradient.abs() + adam.eps))
     build_optimizer(ours, train.optimizer).step(1.0)

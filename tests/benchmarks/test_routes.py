@@ -6,7 +6,7 @@ import sys
 
 from benchmarks.routes import ROUTES, total
 
-LIMITS = {"start": 5925, "batch": 1450, "generate": 2020, "chat": 3200, "rl": 3850}
+LIMITS = {"start": 5925, "batch": 1450, "generate": 2000, "chat": 3200, "rl": 3850}
 """Largest number of lines of the functions outside `nn/` that a task executes.
 
 The aims are 4,000 for `start`, 1,300 for `batch`, 2,000 for `generate`, 2,500 for `chat` and 2,800

@@ -108,7 +108,9 @@ def record_layer(layer: nn.Module, enter: Callable[[nn.Module], bool], inputs: i
     copy = copied(layer, copies)
     entered = [layer]
     for module in entered:
-        for name, child in module.named_children():
+        for name, child in module._modules.items():  # also a module that has two names
+            if child is None or child in entered:
+                continue
             if enter(child):
                 entered.append(child)
             else:

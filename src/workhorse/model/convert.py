@@ -114,7 +114,8 @@ def convert(
     if adapters_of(model.reference):
         model = model.merged()
     if n_kv_heads is not None:
-        model = replace(model, reference=group_heads(model.decoder, n_kv_heads), family=family)
+        grouped = group_heads(model.reference, n_kv_heads)
+        model = replace(model, reference=grouped, executed=None, family=family)
     decoder = model.decoder
     _check_weights(decoder)
     name = dtype_name(own_dtype) if dtype == "auto" else dtype

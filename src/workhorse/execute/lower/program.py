@@ -1,6 +1,6 @@
 """Write the computations of a decoding step as a program of native instructions."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -100,12 +100,18 @@ class Writer:
         vocab_size: width of the logits, the first register.
         dtype: dtype of the model.
         cached: the module of each cache entry, in the order of `Decoder.cache_stores`.
+        translation: returns the function that writes a module's instructions, or None.
     """
 
     def __init__(
-        self, vocab_size: int, dtype: torch.dtype, cached: Sequence[nn.Module] = ()
+        self,
+        vocab_size: int,
+        dtype: torch.dtype,
+        cached: Sequence[nn.Module] = (),
+        translation: Callable[[nn.Module], Callable[..., Register] | None] = lambda _: None,
     ) -> None:
         self.dtype = dtype
+        self._translation = translation
         self._cached = dict(enumerate(cached))
         self._layers: dict[int, CacheShape] = {}
         self._stages: list[_Stage] = []
@@ -118,6 +124,24 @@ class Writer:
         self._table_users: dict[int | None, int] = {}
         self._reaches: dict[tuple[int, int], None] = {}
         self._before = _Uses()  # uses of the stages since the last wait, without the last stage
+
+    def module(self, module: nn.Module, *inputs: Register) -> Register:
+        """Write the instructions of a module; return the register of its result.
+
+        Raises:
+            CannotTranslate: the module has no instruction.
+        """
+        write = self._translation(module)
+        if write is None:
+            raise CannotTranslate(type(module).__name__)
+        return write(self, module, *inputs)
+
+    def modules(self, parts: Sequence[nn.Module], x: Register) -> Register:
+        """Write modules that are applied one after another; release the registers between them."""
+        for part in parts:
+            before, x = x, self.module(part, x)
+            self.release(*{before} - {x})
+        return x
 
     def write(
         self,

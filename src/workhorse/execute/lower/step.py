@@ -1,12 +1,13 @@
 """Translate modules, and a whole decoder, to instructions of the native step operator."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from workhorse.execute.activation_names import NATIVE_ACTIVATIONS, activation_name
+from workhorse.execute.lower import experts
 from workhorse.execute.lower.program import (
     NOWHERE,
     CacheShape,
@@ -20,11 +21,9 @@ from workhorse.execute.record import CannotTranslate, record_modules
 from workhorse.native.decoding import GROUP
 from workhorse.native.steps import (
     ACTIVATIONS,
-    CHOICE_BYTES,
     NormFlag,
     Op,
     RotationFlag,
-    RouterFlag,
 )
 from workhorse.nn import Decoder
 from workhorse.nn.attention.grouped import Attention, OutputGate, QueryScaling
@@ -48,31 +47,15 @@ from workhorse.nn.elementwise import (
     Unchanged,
     is_identity,
 )
-from workhorse.nn.experts.mixture import (
-    Experts,
-    GatedSharedMixture,
-    GroupedLinear,
-    MixtureOfExperts,
-    SharedMixture,
-)
 from workhorse.nn.experts.router import (
     ALWAYS_FLOAT32,
-    TOP2,
-    AdjustedRouter,
-    BestGroups,
-    Float32Linear,
-    LogitRouter,
-    Router,
-    SparseMixer,
-    TopKRouter,
 )
-from workhorse.nn.feedforward import XIELU, ClampedSwiglu, Gated, GatedMlp
+from workhorse.nn.feedforward import XIELU, ClampedSwiglu, Gated
 from workhorse.nn.norms import Norm, norm_facts
 from workhorse.nn.positions.absolute import LearnedPositions, SinusoidalPositions
 from workhorse.transforms.lora import LoraLinear, LoraQuantizedLinear, LowRank
 from workhorse.transforms.quantization import QuantizedLinear
 
-FLOAT_BYTES = 4
 KERNELS = (DecodingSdpa, Eager)
 
 
@@ -93,7 +76,7 @@ def translate(decoder: Decoder) -> Program:
     last_read = {n: place for place, one in enumerate(recorded) for n in one.inputs}
     blocks = cast(list[Block], list(decoder.layers))
     cached = [part for one in blocks for part in (one.attention, *one.convolutions().values())]
-    writer = Writer(decoder.config.vocab_size, *dtypes, cached=cached)
+    writer = Writer(decoder.config.vocab_size, *dtypes, cached=cached, translation=_translation)
     values: dict[int, Register] = {}
     for place, (module, inputs, output, _) in enumerate(recorded):
         given = [values[n] for n in inputs if n in values]
@@ -103,19 +86,11 @@ def translate(decoder: Decoder) -> Program:
         if module is None:
             made = writer.write(Op.ADD, writer.reserve(given[0].width), *given)
         else:
-            made = _written(writer, module, *given)
+            made = writer.module(module, *given)
         values[output] = made
         ended = {values[n] for n in inputs if n in values and last_read[n] == place}
         writer.release(*ended - {made})
     return writer.program()
-
-
-def _written(writer: Writer, module: nn.Module, *inputs: Register) -> Register:
-    """Write the instructions of a module; return the register of its result."""
-    write = _translation(module)
-    if write is None:
-        raise CannotTranslate(type(module).__name__)
-    return write(writer, module, *inputs)
 
 
 def _translation(module: nn.Module) -> Callable[..., Register] | None:
@@ -155,8 +130,8 @@ def adapted(writer: Writer, module: nn.Module, x: Register) -> Register:
     adapter = layer.adapters[layer.active]
     if type(adapter) is not LowRank:
         raise CannotTranslate(type(adapter).__name__)
-    narrow = _written(writer, adapter.lora_a, x)
-    update = _written(writer, adapter.lora_b, narrow)
+    narrow = writer.module(adapter.lora_a, x)
+    update = writer.module(adapter.lora_b, narrow)
     writer.write(Op.SCALE, update, update, numbers=(adapter.scale,))
     made = writer.write(Op.ADD, writer.reserve(y.width), y, update)
     writer.release(y, narrow, update)
@@ -210,10 +185,10 @@ def attention(writer: Writer, module: nn.Module, x: Register) -> Register:
     projections = (layer.q_proj, layer.k_proj, layer.v_proj)
     clips = (layer.q_clip, layer.k_clip, layer.v_clip)
     pairs = zip(projections, clips, strict=True)
-    q, k, v = (_through(writer, (clip,), _written(writer, one, x)) for one, clip in pairs)
+    q, k, v = (writer.modules((clip,), writer.module(one, x)) for one, clip in pairs)
     _norm_and_rotate(writer, layer, q, layer.q_norm, layer.q_rotation)
     _norm_and_rotate(writer, layer, k, layer.k_norm, layer.k_rotation)
-    q = _through(writer, (layer.scale_queries,), q)
+    q = writer.modules((layer.scale_queries,), q)
     shape = CacheShape(layer.n_kv_heads, layer.head_dim, layer.value_dim)
     cached = writer.entry(layer, layer.pattern.reach, shape)
     # The cache is not a register: `k` represents the stored keys and values.
@@ -232,10 +207,10 @@ def attention(writer: Writer, module: nn.Module, x: Register) -> Register:
         numbers=(scoring.scale, scoring.softcap or 0.0),
     )
     writer.release(q, k, v)
-    y = _written(writer, layer.gate, y, x)
+    y = writer.module(layer.gate, y, x)
     if type(layer.inner_norm) is not nn.Identity:
         norm(writer, layer.inner_norm, y, to=y)
-    made = _written(writer, layer.out_proj, y)
+    made = writer.module(layer.out_proj, y)
     writer.release(y)
     return made
 
@@ -330,7 +305,7 @@ def _grow(writer: Writer, module: nn.Module, q: Register) -> Register:
 
 def _gate(writer: Writer, module: nn.Module, y: Register, x: Register) -> Register:
     """Write the gate of an attention layer's outputs y, in place."""
-    gate = _written(writer, cast(OutputGate, module).proj, x)
+    gate = writer.module(cast(OutputGate, module).proj, x)
     writer.write(Op.ACTIVATE, y, gate, y, options=(ACTIVATIONS.index("sigmoid"),))
     writer.release(gate)
     return y
@@ -373,155 +348,6 @@ def _clamped_swiglu(writer: Writer, module: nn.Module, gate: Register, up: Regis
     return writer.write(Op.CLAMPED_SWIGLU, y, gate, up, numbers=(part.limit, part.alpha))
 
 
-def mixture(writer: Writer, module: nn.Module, x: Register) -> Register:
-    """Write the instructions of a mixture of experts, including its router."""
-    layer = cast(MixtureOfExperts, module)
-    y = _experts(writer, layer, x)
-    return _through(writer, (layer.multiply, layer.output_norm), y)
-
-
-def shared_mixture(writer: Writer, module: nn.Module, x: Register) -> Register:
-    """Write the instructions of a mixture of experts with a shared expert."""
-    layer = cast(SharedMixture, module)
-    return _mixture_with(writer, layer, x, _gated(writer, layer.shared, x))
-
-
-def gated_mixture(writer: Writer, module: nn.Module, x: Register) -> Register:
-    """Write the instructions of a mixture of experts with a gated shared expert."""
-    layer = cast(GatedSharedMixture, module)
-    shared, gate = _gated(writer, layer.shared, x), _written(writer, layer.shared_gate, x)
-    writer.write(Op.ACTIVATE, gate, gate, options=(ACTIVATIONS.index("sigmoid"),))
-    writer.write(Op.MULTIPLY, shared, shared, gate)
-    writer.release(gate)
-    return _mixture_with(writer, layer, x, shared)
-
-
-def _mixture_with(writer: Writer, layer: SharedMixture, x: Register, shared: Register) -> Register:
-    y = _experts(writer, layer, x)
-    writer.write(Op.ADD, y, y, shared)
-    writer.release(shared)
-    return _through(writer, (layer.multiply, layer.output_norm), y)
-
-
-def _experts(writer: Writer, layer: MixtureOfExperts, x: Register) -> Register:
-    """Write the weighted sum of the experts' outputs."""
-    experts, top_k = layer.experts, layer.router.top_k
-    _check_class(experts, Experts)
-    choices = _choices(writer, layer.router, x)
-    options = top_k, not is_identity(experts.weigh_input)
-    pairs = writer.write(Op.SEND, writer.reserve(top_k * x.width), x, choices, options=options)
-    projections = (experts.gate_proj, experts.up_proj)
-    gate, up = (_grouped(writer, one, pairs, choices, top_k) for one in projections)
-    writer.release(pairs)
-    hidden = _through(writer, (experts.dropout,), _written(writer, experts.activation, gate, up))
-    writer.release(gate, up)
-    rows = _grouped(writer, experts.down_proj, hidden, choices, top_k)
-    y = writer.write(Op.GATHER, writer.reserve(x.width), rows, choices, options=options)
-    writer.release(choices, hidden, rows)
-    return y
-
-
-def _grouped(
-    writer: Writer, module: nn.Module, pairs: Register, choices: Register, top_k: int
-) -> Register:
-    """Write a linear map of each expert, for all pairs of a token and one of its experts."""
-    _check_class(module, GroupedLinear)
-    layer = cast(GroupedLinear, module)
-    count, out, _ = layer.weight.shape
-    to, options = writer.reserve(top_k * out), (out, count, top_k)
-    weight, bias = layer.weight, layer.bias
-    return writer.write(Op.EXPERT, to, pairs, choices, weight=weight, bias=bias, options=options)
-
-
-class _Rule(NamedTuple):
-    """How a router chooses: the options of the instruction CHOOSE."""
-
-    flags: RouterFlag
-    scale: float = 1.0
-    jitter: float = 0.0
-    groups: tuple[int, int] = (1, 1)
-    bias: Tensor | None = None
-
-
-def _plain_rule(router: Router) -> _Rule:
-    part, flags = cast(TopKRouter, router), RouterFlag(0)
-    if isinstance(part.score, nn.Sigmoid):
-        flags |= RouterFlag.SIGMOID
-    if not is_identity(part.normalize):
-        flags |= RouterFlag.NORMALISED
-    return _Rule(flags, part.scale)
-
-
-def _adjusted_rule(router: Router) -> _Rule:
-    part, rule = cast(AdjustedRouter, router), _plain_rule(router)
-    flags, groups, bias = rule.flags, (1, 1), part.selection_bias
-    if bias is not None and bias.dtype != torch.float32:
-        raise CannotTranslate(f"a bias of a router in {bias.dtype}")
-    if not is_identity(part.limit):
-        limit = cast(BestGroups, part.limit)
-        groups = limit.n_groups, limit.top_groups
-        flags |= RouterFlag.TOP_TWO if limit.summed == TOP2 else 0
-    return rule._replace(flags=flags, groups=groups, bias=bias)
-
-
-def _score_rule(router: Router) -> _Rule:
-    rule = _adjusted_rule(router)
-    return rule._replace(flags=rule.flags | RouterFlag.RANKS_SCORES)
-
-
-def _sparse_rule(router: Router) -> _Rule:
-    return _Rule(RouterFlag.SPARSE, jitter=cast(SparseMixer, router).jitter)
-
-
-RULES: dict[type[Router], Callable[[Router], _Rule]] = {
-    TopKRouter: _plain_rule,
-    AdjustedRouter: _score_rule,
-    LogitRouter: _adjusted_rule,
-    SparseMixer: _sparse_rule,
-}
-
-
-def _choices(writer: Writer, router: Router, x: Register) -> Register:
-    """Write the instructions of a router; return the register of choices, sorted by expert."""
-    count, top_k, size = router.n_experts, router.top_k, writer.dtype.itemsize
-    _check_class(router, *RULES)
-    _check_class(router.proj, Float32Linear)
-    flags, scale, jitter, groups, bias = RULES[type(router)](router)
-    logits = writer.reserve(count * FLOAT_BYTES // size)
-    writer.write(Op.SCORE, logits, x, weight=router.proj.weight, bias=router.proj.bias)
-    choices = writer.reserve((top_k * CHOICE_BYTES + count * FLOAT_BYTES) // size)
-    options, numbers = (top_k, flags, *groups), (scale, jitter)
-    writer.write(Op.CHOOSE, choices, logits, weight=bias, options=options, numbers=numbers)
-    writer.release(logits)
-    return writer.write(Op.ORDER, choices, choices, options=(top_k, count))
-
-
-def _gated(writer: Writer, module: nn.Module, x: Register) -> Register:
-    """Write a gated feed-forward that is applied to every token."""
-    _check_class(module, GatedMlp)
-    part = cast(GatedMlp, module)
-    gate, up = (_written(writer, one, x) for one in (part.gate_proj, part.up_proj))
-    hidden = _written(writer, part.activation, gate, up)
-    writer.release(gate, up)
-    hidden = _through(writer, (part.dropout, part.inner_norm), hidden)
-    y = _written(writer, part.down_proj, hidden)
-    writer.release(hidden)
-    return y
-
-
-def _check_class(module: nn.Module, *known: type[nn.Module]) -> None:
-    if type(module) not in known:
-        raise CannotTranslate(type(module).__name__)
-
-
-def _through(writer: Writer, parts: Sequence[nn.Module], x: Register) -> Register:
-    """Write modules that are applied one after another; release the registers between them."""
-    for part in parts:
-        before, x = x, _written(writer, part, x)
-        writer.release(*{before} - {x})
-    return x
-
-
 TRANSLATIONS: dict[type[nn.Module], Callable[..., Register]] = {
     nn.Embedding: _embed,
     LearnedPositions: _embed_positions,
@@ -541,8 +367,6 @@ TRANSLATIONS: dict[type[nn.Module], Callable[..., Register]] = {
     Clip: _clip,
     QueryScaling: _grow,
     OutputGate: _gate,
-    MixtureOfExperts: mixture,
-    SharedMixture: shared_mixture,
-    GatedSharedMixture: gated_mixture,
+    **experts.TRANSLATIONS,
 }
 """For each class of modules, the function that writes its instructions."""

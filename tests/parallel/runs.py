@@ -104,6 +104,8 @@ def begun(folder: Path, recipe: dict[str, Any], *more: str) -> tuple["subprocess
         text=True,
     )
     until = time.monotonic() + 120
-    while not list(out.glob("checkpoints/step-*")) and time.monotonic() < until:
+    while not list(out.glob("checkpoints/step-*")):
+        assert time.monotonic() < until, "the run saved no checkpoint within two minutes"
+        assert process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
     return process, out

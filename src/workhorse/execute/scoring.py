@@ -78,7 +78,7 @@ def freeze(
 ) -> None:
     """Prepare a model that is never trained for passes without gradients, in place.
 
-    The arguments are those of `scoring_body`.
+    For the arguments see `scoring_body`.
     """
     body.eval()
     if operators != Operators():

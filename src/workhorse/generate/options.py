@@ -58,7 +58,7 @@ class Served(NamedTuple):
     least: float
     most: float | None
     hint: str
-    """What the form says about its values."""
+    """Explanation of its values in the form."""
     extension: bool = True
     """True if OpenAI's API does not have it."""
     is_above: bool = False
@@ -217,7 +217,7 @@ class Options(Fields):
     """The model's own log-probabilities of each token of the prompt except the first, as with
     `logprobs`. The prefix cache is then not used."""
     truncate: Annotated[Literal["refuse", "left"], Option(verbs=BOTH, chooses=False)] = "refuse"
-    """What happens when the context is full: with `refuse`, a prompt that does not fit raises an
+    """Behaviour when the context is full: with `refuse`, a prompt that does not fit raises an
     error, and a completion ends; with `left`, the oldest tokens are dropped."""
     speculate: Annotated[
         int,

@@ -268,7 +268,7 @@ class Decoder(nn.Module):
 
 
 def decoders_in(root: nn.Module) -> list[Decoder]:
-    """The decoders in a module tree, such as those of an objective."""
+    """The decoders in a module tree, such as an objective."""
     return [part for part in root.modules() if isinstance(part, Decoder)]
 
 

@@ -188,5 +188,5 @@ class Head(nn.Module):
 
 
 def heads_in(root: nn.Module) -> list[Head]:
-    """The heads in a module tree, such as those of an objective and of its teacher."""
+    """The heads in a module tree, such as an objective and its teacher."""
     return [part for part in root.modules() if isinstance(part, Head)]

@@ -231,7 +231,7 @@ class Prompts:
         return {**options, "seed": _seed(body.seed), "n_samples": samples}
 
     def _ends(self, body: Sampling) -> dict[str, Any]:
-        """Return the options that say where a completion ends, and what its text shows."""
+        """Return the options for the end of a completion, and for special tokens in its text."""
         is_chat = not isinstance(body, CompletionRequest)
         ends = self._facts.reply_stop_tokens if is_chat else self._facts.stop_tokens
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())

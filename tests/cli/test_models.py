@@ -195,7 +195,7 @@ def test_a_recipe_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 def test_table_of_systems(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, "table").splitlines()
-    assert max(map(len, lines)) <= 96
+    assert max(map(len, lines)) <= 92
     columns = ["name", "year", "parameters", "wiring", "norm", "positions", "attention"]
     assert lines[0].split() == columns
     (llama,) = (line for line in lines if line.startswith("Llama 2 "))

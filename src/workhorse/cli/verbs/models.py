@@ -91,7 +91,8 @@ def _entry(key: str, value: Any) -> str:
 def _brief(text: str) -> str:
     """Shorten a description to its kinds, without numbers: "multi-head, grouped-query"."""
     parts = (part.rpartition(": ")[2] for part in text.split("; "))
-    return ", ".join(dict.fromkeys(re.split(r", | \(| on | without ", part)[0] for part in parts))
+    ends = r", | \(| on | without | sub-layers"
+    return ", ".join(dict.fromkeys(re.split(ends, part)[0] for part in parts))
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

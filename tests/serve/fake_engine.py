@@ -16,7 +16,7 @@ from dataclasses import replace
 from workhorse.data import SequenceStart
 from workhorse.errors import WorkhorseError
 from workhorse.generate import Delta, TokenLogprob
-from workhorse.generate.engine import Load
+from workhorse.generate.limits import Load
 from workhorse.generate.scheduler import Scheduler
 from workhorse.generate.sequence import TokenSequence
 from workhorse.nn.cache.paged import PagedCache

@@ -8,7 +8,6 @@ from workhorse.generate.beam import beam_search
 from workhorse.generate.checks import (
     StreamingTokenizer,
     check_draft,
-    check_exact,
     check_prompts,
     checked_config,
     checked_models,
@@ -17,8 +16,8 @@ from workhorse.generate.checks import (
 )
 from workhorse.generate.config import Completion, Delta, GenerationConfig
 from workhorse.generate.engine import Engine
+from workhorse.generate.limits import slack_of
 from workhorse.generate.runner import tokens_needed
-from workhorse.generate.speculation import slack_of
 from workhorse.nn import Decoder, evaluation_mode
 
 
@@ -52,24 +51,14 @@ def generate(
         WorkhorseError: see `check_prompts`, `check_draft` and `check_exact`; or `batch_size` is
             less than 1, or logits are not finite.
     """
-    config = checked_config(config).with_seed()
-    batch_size = whole("batch_size", batch_size, 1)
-    backend, draft = checked_models(decoder, draft, tokenizer)
-    check_draft(backend, draft, config.speculate, tokenizer)
-    check_exact(backend, config, config.speculate, has_draft=draft is not None)
-    prompts = prompt_list(prompts)
-    checked = check_prompts(backend.decoder, prompts, config, tokenizer)
+    config, prompts = checked_config(config).with_seed(), prompt_list(prompts)
     if config.beams > 1:
-        completions: list[Completion] = []
-        with evaluation_mode(backend.decoder):
-            for part in _slices(prompts, batch_size // config.beams):
-                completions += [
-                    best for best, *_ in beam_search(backend, part, config, tokenizer=tokenizer)
-                ]
-        return completions
+        return _searched(
+            decoder, prompts, config, tokenizer=tokenizer, draft=draft, batch_size=batch_size
+        )
     results: list[list[Delta]] = [[] for _ in range(len(prompts) * config.n_samples)]
-    for delta in _deltas(
-        backend, checked, config, tokenizer=tokenizer, draft=draft, batch_size=batch_size
+    for delta in stream(
+        decoder, prompts, config, tokenizer=tokenizer, draft=draft, batch_size=batch_size
     ):
         results[delta.index].append(delta)
     return [
@@ -111,42 +100,52 @@ def stream(
             f"beams={config.beams} cannot be streamed: beam search returns its text only at the "
             "end; set beams=1"
         )
-    checked = check_prompts(backend.decoder, prompt_list(prompts), config, tokenizer)
-    check_draft(backend, draft, config.speculate, tokenizer)
-    check_exact(backend, config, config.speculate, has_draft=draft is not None)
-    return _deltas(
-        backend, checked, config, tokenizer=tokenizer, draft=draft, batch_size=batch_size
-    )
-
-
-def _deltas(
-    backend: Backend,
-    prompts: Sequence[Sequence[int]],
-    config: GenerationConfig,
-    *,
-    tokenizer: StreamingTokenizer | None,
-    draft: Backend | None,
-    batch_size: int,
-) -> Iterator[Delta]:
-    """Yield the new tokens of all prompts. `Delta.index` counts completions over all prompts."""
-    if not prompts:
-        return
-    at_once = min(max(batch_size // config.n_samples, 1), len(prompts))
-    slack, new = slack_of(config, backend.decoder), config.max_new_tokens - 1
     context = backend.decoder.max_seq_len
-    needs = sorted(tokens_needed(len(prompt), new, context, slack) for prompt in prompts)
+    checked = check_prompts(backend.decoder, prompt_list(prompts), config, tokenizer)
+    at_once = max(1, min(batch_size // config.n_samples, len(checked)))
+    slack, new = slack_of(config, context), config.max_new_tokens - 1
+    needs = sorted(tokens_needed(len(prompt), new, context, slack) for prompt in checked)
     engine = Engine(
         backend,
         tokenizer=tokenizer,
         draft=draft,
         max_sequences=at_once * config.n_samples,
-        max_tokens=sum(needs[-at_once:]) * config.n_samples,
+        max_tokens=max(1, sum(needs[-at_once:]) * config.n_samples),
         speculate=slack,
     )
-    for prompt in prompts:
-        engine.add(prompt, config)
+    for prompt in checked:
+        engine.queue(prompt, config)
+    return _deltas(engine)
+
+
+def _deltas(engine: Engine) -> Iterator[Delta]:
     while not engine.is_idle:
         yield from engine.step()
+
+
+def _searched(
+    decoder: Decoder | Backend,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    *,
+    tokenizer: StreamingTokenizer | None,
+    draft: Decoder | Backend | None,
+    batch_size: int,
+) -> list[Completion]:
+    """Return the best completion of each prompt by beam search."""
+    batch_size = whole("batch_size", batch_size, 1)
+    backend, draft = checked_models(decoder, draft, tokenizer)
+    check_draft(backend, draft, config.speculate, tokenizer)
+    check_prompts(backend.decoder, prompts, config, tokenizer)
+    step = max(1, batch_size // config.beams)
+    with evaluation_mode(backend.decoder):
+        return [
+            best
+            for start in range(0, len(prompts), step)
+            for best, *_ in beam_search(
+                backend, prompts[start : start + step], config, tokenizer=tokenizer
+            )
+        ]
 
 
 def _completion(
@@ -173,8 +172,3 @@ def _completion(
         prompt_seconds=sum(delta.prompt_seconds for delta in deltas),
         decoded=decoded,
     )
-
-
-def _slices(prompts: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[Sequence[int]]]:
-    step = max(1, size)
-    return (prompts[start : start + step] for start in range(0, len(prompts), step))

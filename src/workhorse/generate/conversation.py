@@ -10,7 +10,7 @@ from workhorse.execute.backend import Backend
 from workhorse.generate.checks import checked_models
 from workhorse.generate.config import Delta, GenerationConfig
 from workhorse.generate.engine import Engine
-from workhorse.generate.speculation import slack_of
+from workhorse.generate.limits import slack_of
 from workhorse.nn import Decoder
 from workhorse.tokenizers import ChatTemplate, Tokenizer
 
@@ -150,7 +150,7 @@ class Conversation:
             tokenizer=tokenizer,
             draft=draft,
             max_sequences=1,
-            speculate=slack_of(config, backend.decoder),
+            speculate=slack_of(config, backend.decoder.max_seq_len),
             prefix_caching=True,
         )
 

@@ -10,20 +10,15 @@ equally likely. `GenerationConfig.exact` prevents this.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from workhorse.errors import WorkhorseError, nearest, shown
 from workhorse.execute.backend import Backend
 from workhorse.generate.checks import (
     StreamingTokenizer,
     check_draft,
-    check_exact,
     check_functions,
     check_prompts,
     checked_adapters,
@@ -33,27 +28,14 @@ from workhorse.generate.checks import (
     whole,
 )
 from workhorse.generate.config import Delta, GenerationConfig
+from workhorse.generate.limits import Limits, Load
+from workhorse.generate.next_tokens import NextTokens, may_look_ahead, score_prompt
 from workhorse.generate.pace import PromptPace
-from workhorse.generate.request import Guess, LogitProcessor, Request, StopCondition
-from workhorse.generate.runner import Chunk, Logits, Runner, tokens_needed, wait
-from workhorse.generate.sampling import Chooser, token_logprobs
+from workhorse.generate.request import LogitProcessor, Request, StopCondition
+from workhorse.generate.runner import Logits, Runner, wait
 from workhorse.generate.scheduler import Scheduler
-from workhorse.generate.sequence import PIECE
-from workhorse.generate.speculation import Draft, PromptLookup, Proposer, slack_of
+from workhorse.generate.speculation import Draft, PromptLookup, Proposer
 from workhorse.nn import Decoder, evaluation_mode
-
-TOKEN_BUDGET = 4096
-
-
-class Load(NamedTuple):
-    """The load of an engine."""
-
-    running: int
-    """Number of requests that have cache blocks."""
-    waiting: int
-    """Number of requests in the queue."""
-    cache: float
-    """Fraction of the cache blocks that sequences use."""
 
 
 class Engine:
@@ -110,56 +92,40 @@ class Engine:
         self._backend = backend
         self.decoder = decoder = backend.decoder
         self.tokenizer = tokenizer
-        self.max_sequences = whole("max_sequences", max_sequences, 1)
         self._draft = draft
-        self._speculate = speculate = whole("speculate", speculate, 0)
-        check_draft(backend, draft, speculate, tokenizer)
-        least = self.max_sequences * (1 + speculate)
-        if token_budget is None:
-            token_budget = max(TOKEN_BUDGET, least)
-        budget = whole("token_budget", token_budget, 1)
-        if budget < least:
-            raise WorkhorseError(
-                f"token_budget={budget} is too small for one token and speculate={speculate} "
-                f"guesses of each of max_sequences={self.max_sequences} sequences; "
-                f"give token_budget={least} or more"
-            )
-        tokens = self.max_sequences * (decoder.max_seq_len + speculate)
-        if max_tokens is not None:
-            tokens = whole("max_tokens", max_tokens, 1)
+        self._limits = limits = Limits.checked(
+            decoder.max_seq_len,
+            max_sequences=max_sequences,
+            speculate=speculate,
+            token_budget=token_budget,
+            max_tokens=max_tokens,
+            has_draft=draft is not None,
+        )
+        check_draft(backend, draft, limits.speculate, tokenizer)
         self._runner = Runner(
             backend,
-            tokens=tokens,
-            sequences=self.max_sequences,
-            slack=speculate,
+            tokens=limits.tokens,
+            sequences=limits.sequences,
+            slack=limits.speculate,
             adapters=adapted,
         )
         self._scheduler = Scheduler(
             self._runner.cache,
-            token_budget=budget,
-            max_sequences=self.max_sequences,
+            token_budget=limits.budget,
+            max_sequences=limits.sequences,
             prefix_caching=prefix_caching,
         )
         self.looks_ahead = decoder.device.type == "cuda"
         """True if a chosen token may be processed before it is copied to the host, so that the
         device waits less for the host. If the completion has ended, the result is discarded. If
         weights change between steps, the change takes effect one token later."""
-        self._pace = None
-        if prompt_share is not None:
-            if not isinstance(prompt_share, int | float) or not prompt_share > 0:
-                raise WorkhorseError(
-                    f"prompt_share={shown(prompt_share)} is not a positive number; give one"
-                )
-            if not self.looks_ahead:
-                self._pace = PromptPace(prompt_share)
-        self._proposer: Proposer = PromptLookup()
+        pace = None if prompt_share is None else PromptPace.checked(prompt_share)
+        self._pace = None if self.looks_ahead else pace
+        proposer: Proposer = PromptLookup()
         if draft is not None:
-            self._proposer = Draft(draft, self._runner, prefix_caching=prefix_caching)
-        self._vocab = usable_vocab(decoder, tokenizer)
-        # Dynamic NTK and LongRoPE choose the angles of a whole pass by the length at its end: past
-        # the original length, a guess would change the logits of the tokens before it.
-        self._steady = decoder.config.steady_length()
-        self._choosers: dict[str, Chooser] = {}
+            proposer = Draft(draft, self._runner, prefix_caching=prefix_caching)
+        vocab = usable_vocab(decoder, tokenizer)
+        self._next = NextTokens(backend, vocab, proposer, limits.speculate)
         self._added = 0
         self._requests: dict[int, Request] = {}
         """All requests that have not ended."""
@@ -222,15 +188,34 @@ class Engine:
                 adapter; or the config has beam search, or more guesses, samples or tokens than the
                 engine allows.
         """
-        self._repair()
         config = checked_config(config).with_seed()
-        processors = check_functions("processors", processors)
-        stop_conditions = check_functions("stop_conditions", stop_conditions)
         (fitting,) = check_prompts(self.decoder, [prompt], config, self.tokenizer)
+        return self.queue(
+            fitting,
+            config,
+            processors=check_functions("processors", processors),
+            stop_conditions=check_functions("stop_conditions", stop_conditions),
+            client=client,
+            adapter=adapter,
+        )
+
+    def queue(
+        self,
+        fitting: Sequence[int],
+        config: GenerationConfig,
+        *,
+        processors: Sequence[LogitProcessor] = (),
+        stop_conditions: Sequence[StopCondition] = (),
+        client: str = "",
+        adapter: str | None = None,
+    ) -> range:
+        """`add` for a prompt that `check_prompts` returned, and a config with a seed."""
+        self._repair()
         if adapter not in self._runner.backends:
             known = nearest(str(adapter), filter(None, self._runner.backends))
             raise WorkhorseError(f"the engine has no adapter {shown(adapter)}; {known}")
-        self._check(config, len(fitting), self._runner.backends[adapter])
+        backend = self._runner.backends[adapter]
+        self._limits.check(config, len(fitting), backend, self._runner.cache)
         indices = range(self._added, self._added + config.n_samples)
         requests = [
             Request(
@@ -260,41 +245,6 @@ class Engine:
             self._scheduler.add(requests[0])
             self._requests |= zip(indices, requests, strict=True)
         return indices
-
-    def _check(self, config: GenerationConfig, prompt_tokens: int, backend: Backend) -> None:
-        """Raise a WorkhorseError if the engine can never serve a request with this backend."""
-        if config.beams > 1:
-            raise WorkhorseError(
-                f"beams={config.beams}: beam search returns no tokens before its end, so an engine "
-                "cannot run it; omit beams"
-            )
-        if slack_of(config, self.decoder) > self._speculate:
-            raise WorkhorseError(
-                f"speculate={config.speculate} is more than speculate={self._speculate} of this "
-                f"engine; create it with speculate={config.speculate}"
-            )
-        check_exact(backend, config, self._speculate, has_draft=self._draft is not None)
-        separate = config.exact and not backend.is_invariant
-        piece = self.max_sequences - 1 + min(PIECE, self.decoder.max_seq_len)
-        if separate and self._scheduler.token_budget < piece:
-            raise WorkhorseError(
-                f"token_budget={self._scheduler.token_budget} is too small for exact=True with "
-                f"max_sequences={self.max_sequences}; "
-                f"create the engine with token_budget={piece}"
-            )
-        if config.n_samples > self.max_sequences:
-            raise WorkhorseError(
-                f"n_samples={config.n_samples} is more than max_sequences={self.max_sequences}; "
-                f"create the engine with max_sequences={config.n_samples}"
-            )
-        context, slack = self.decoder.max_seq_len, self._runner.slack
-        most = tokens_needed(prompt_tokens, config.max_new_tokens - 1, context, slack)
-        if not self._runner.cache.holds(most):
-            raise WorkhorseError(
-                f"the request needs {most} tokens of cache, and the engine has "
-                f"{self._runner.cache.tokens}; reduce max_new_tokens, or create the engine with a "
-                "larger max_tokens"
-            )
 
     def cancel(self, index: int) -> None:
         """Drop a waiting or running completion. A completion that has ended is not affected.
@@ -356,7 +306,7 @@ class Engine:
     def _advance(self) -> None:
         """Plan a step, process its tokens and choose the next ones."""
         self._step = []
-        self._guess()
+        self._next.guess(self._scheduler.running)
         with self._runner.changing():
             chunks = self._plan()
         if not chunks:
@@ -379,17 +329,20 @@ class Engine:
         started = time.perf_counter()
         of_prompts = [count for request, count in chunks if not request.sequence.is_decoding]
         reads_prompt = bool(of_prompts)
-        logits = self._runner.run([_chunk(*both) for both in chunks])
+        logits = self._runner.run([request.chunk(count) for request, count in chunks])
         requests: list[Request] = []
         lasts: list[int] = []
         with self._runner.changing():
             for (request, count), last in zip(chunks, logits.last, strict=True):
                 if request.needs_scores:
-                    self._score_prompt(request, logits.of[last + 1 - count : last + 1])
+                    score_prompt(self._backend, request, logits.of[last + 1 - count : last + 1])
                 if request.sequence.pending == 0:
-                    some = [request, *self._start_copies(request)]
-                    requests += some
-                    lasts += [last] * len(some)
+                    copies = request.start_copies(self._runner.cache)
+                    for copy in copies:
+                        self._scheduler.join(copy)
+                    self._step += copies
+                    requests += [request, *copies]
+                    lasts += [last] * (1 + len(copies))
         if not all(request.deltas for request in requests):
             reads_prompt = True
             wait(logits.of)
@@ -400,15 +353,6 @@ class Engine:
             self._prompt_seconds += time.perf_counter() - started
         return Logits(logits.of, lasts), requests
 
-    def _score_prompt(self, request: Request, logits: Tensor) -> None:
-        """Compute log-probabilities of prompt tokens from the logits of the tokens before them."""
-        start = request.sequence.cached.length - len(logits)
-        following = torch.tensor(request.prompt[start + 1 : start + 1 + len(logits)])
-        rows, n = logits[: len(following)], request.config.prompt_logprobs
-        following = following.to(rows.device)
-        scores = token_logprobs(rows, following, n, self._backend.scores(rows, following))
-        request.score(start, [one for one in scores if one is not None])
-
     def _plan(self) -> list[tuple[Request, int]]:
         """Return the requests of this step, and the number of tokens to process for each."""
         if self._pace is not None:
@@ -417,16 +361,8 @@ class Engine:
         self._step = [request for request, _ in chunks]
         for request in self._scheduler.preempted:
             request.restore()
-            self._proposer.leave(request)
+            self._next.leave(request)
         return chunks
-
-    def _start_copies(self, request: Request) -> list[Request]:
-        """Start the other samples of a prompt that has been processed."""
-        copies = request.start_copies(self._runner.cache)
-        for copy in copies:
-            self._scheduler.join(copy)
-        self._step += copies
-        return copies
 
     def _settle(self, request: Request) -> None:
         """Remove rejected guesses from the cache, and add final blocks to the prefix cache."""
@@ -447,8 +383,7 @@ class Engine:
         """Recover from an exception: the next step repeats a pass that was interrupted."""
         starts_over, broken = starts_over or self._runner.is_changing, self._runner.is_in_pass
         with self._runner.changing():
-            self._choosers.clear()
-            self._proposer.reset()
+            self._next.reset()
             for index, request in (self._requests | self._taken).items():
                 if request.is_at_fault:
                     self._taken.pop(index, None)
@@ -480,7 +415,7 @@ class Engine:
 
     def _end(self, request: Request) -> None:
         """Remove a waiting or running request, and release its blocks."""
-        self._proposer.leave(request)
+        self._next.leave(request)
         self._scheduler.remove(request)
         del self._requests[request.index]
 
@@ -497,85 +432,24 @@ class Engine:
             self._cancelled.clear()
 
     def _choose(self, logits: Logits, requests: Sequence[Request]) -> None:
-        """Choose the next tokens, together for requests with the same options."""
-        ahead: Callable[[Tensor], object] | None = None
+        """Choose the next tokens of requests."""
+        ahead = None
         if self._can_look_ahead(requests):
             ahead = partial(self._runner.run_ahead, [request.sequence for request in requests])
-        for chooser, indices in self._groups(requests):
-            chosen = [requests[n] for n in indices]
-            last = [logits.last[n] for n in indices]
-            for request, token, logprob in chooser.choose(logits.of, last, chosen, ahead):
-                self._taken[request.index] = request
-                seconds = 0.0 if request.deltas else self._prompt_seconds
-                request.take(token, logprob, prompt_seconds=seconds)
-                if seconds:
-                    self._prompt_seconds = 0.0
+        for request, token, logprob in self._next.choose(logits, requests, ahead):
+            self._taken[request.index] = request
+            seconds = 0.0 if request.deltas else self._prompt_seconds
+            request.take(token, logprob, prompt_seconds=seconds)
+            if seconds:
+                self._prompt_seconds = 0.0
 
     def _can_look_ahead(self, requests: Sequence[Request]) -> bool:
         """True if the next tokens of these requests may be processed before they are on the host.
 
-        This requires that no other request runs or waits, that all have the same adapter and the
-        same sampling options, and that the cache and the context have room for one more token of
-        each.
+        No other request may then run or wait, and the cache needs room; see `may_look_ahead`.
         """
-        if not self.looks_ahead or self._scheduler.waiting:
+        waiting, running = self._scheduler.waiting, self._scheduler.running
+        if not self.looks_ahead or waiting or len(requests) < len(running):
             return False
-        if len(requests) < len(self._scheduler.running):
-            return False
-        context = self.decoder.max_seq_len
-        alike = all(
-            request.sampling_key == requests[0].sampling_key
-            and request.sequence.adapter == requests[0].sequence.adapter
-            and request.may_look_ahead
-            and request.sequence.prompt is None
-            and len(request.sequence.tokens) < context
-            for request in requests
-        )
-        return alike and self._scheduler.has_room_for_one_more()
-
-    def _groups(self, requests: Sequence[Request]) -> list[tuple[Chooser, list[int]]]:
-        groups: dict[str, list[int]] = {}
-        for n, request in enumerate(requests):
-            groups.setdefault(request.sampling_key, []).append(n)
-        used = {request.sampling_key for request in self._scheduler.running}
-        self._choosers = {key: chooser for key, chooser in self._choosers.items() if key in used}
-        for key, indices in groups.items():
-            if key not in self._choosers:
-                config = requests[indices[0]].config
-                self._choosers[key] = Chooser(config, self._vocab, self._backend)
-        return [(self._choosers[key], indices) for key, indices in groups.items()]
-
-    def _guess(self) -> None:
-        """Guess tokens for the requests that decode and have a new token.
-
-        The pass over a prompt's last token has no guesses, since other samples may start from it.
-        Guesses end at `DecoderConfig.steady_length`, since later ones would change earlier logits.
-        """
-        for request in self._scheduler.running:
-            request.expect(Guess())
-        guessing = [
-            request
-            for request in self._scheduler.running
-            if request.config.speculate and request.sequence.pending == 1 and request.deltas
-        ]
-        for chooser, indices in self._groups(guessing):
-            some = [guessing[n] for n in indices]
-            guesses = self._proposer.propose(some, list(map(self._most_guesses, some)), chooser)
-            for request, guess in zip(some, guesses, strict=True):
-                request.expect(guess)
-
-    def _most_guesses(self, request: Request) -> int:
-        steady = self._steady - len(request.sequence.tokens)
-        return max(0, min(request.config.speculate, self._speculate, request.left - 1, steady))
-
-
-def _chunk(request: Request, count: int) -> Chunk:
-    """Create the chunk with the next `count` tokens of a request.
-
-    If no tokens are left after it, it requests the logits after the last token and each guess. If
-    the prompt's log-probabilities are needed, it requests the logits after each token.
-    """
-    if request.needs_scores:
-        return Chunk(request.sequence, count, count)
-    complete = count == request.sequence.pending
-    return Chunk(request.sequence, count, 1 + len(request.guess.tokens) if complete else 0)
+        together = may_look_ahead(requests, self.decoder.max_seq_len)
+        return together and self._scheduler.has_room_for_one_more()

@@ -1,5 +1,9 @@
 """How many prompt tokens a step processes beside the requests that decode."""
 
+from typing import Self
+
+from workhorse.errors import WorkhorseError, shown
+
 FEWEST = 8
 """Minimum number of prompt tokens per step, so that every prompt is processed."""
 FIRST = 16
@@ -24,6 +28,13 @@ class PromptPace:
         """Mean seconds of a step without prompts."""
         self._token: float | None = None
         """Mean seconds that a prompt token adds to a step."""
+
+    @classmethod
+    def checked(cls, share: object) -> Self:
+        """Create it, or raise a WorkhorseError if `share` is not a positive number."""
+        if not isinstance(share, int | float) or not share > 0:
+            raise WorkhorseError(f"prompt_share={shown(share)} is not a positive number; give one")
+        return cls(share)
 
     @property
     def tokens(self) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from workhorse.generate.checks import StreamingTokenizer, TextStream, stop_tokens
 from workhorse.generate.config import Delta, FinishReason, GenerationConfig, TokenLogprob
+from workhorse.generate.runner import Chunk
 from workhorse.generate.sequence import TokenSequence
 from workhorse.nn.cache.paged import PagedCache
 
@@ -165,6 +166,17 @@ class Request:
         """True if log-probabilities of the prompt are asked for and not complete."""
         asked = self.config.prompt_logprobs is not None
         return asked and len(self.scores) < len(self.prompt) - 1
+
+    def chunk(self, count: int) -> Chunk:
+        """Return the chunk with the next `count` tokens.
+
+        If no tokens are left after it, it requests the logits after the last token and each guess.
+        If the prompt's log-probabilities are needed, it requests the logits after each token.
+        """
+        if self.needs_scores:
+            return Chunk(self.sequence, count, count)
+        complete = count == self.sequence.pending
+        return Chunk(self.sequence, count, 1 + len(self.guess.tokens) if complete else 0)
 
     def expect(self, guess: Guess) -> None:
         """Prepare for a pass over the last token and these guessed tokens."""

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workhorse.execute.backend import Backend
-from workhorse.generate.config import GenerationConfig
 from workhorse.generate.request import Guess, Request
 from workhorse.generate.runner import Chunk, Runner
 from workhorse.generate.sampling import (
@@ -33,7 +32,6 @@ from workhorse.generate.sampling import (
     greedy,
 )
 from workhorse.generate.sequence import TokenSequence
-from workhorse.nn import Decoder
 from workhorse.nn.cache.paged import PagedCache
 
 
@@ -51,11 +49,6 @@ class Proposer(Protocol):
     def reset(self) -> None:
         """Drop all requests; must also work after an exception in another method."""
         ...
-
-
-def slack_of(config: GenerationConfig, decoder: Decoder) -> int:
-    """Return the maximum number of guesses in a pass. A cache must be able to remove them."""
-    return min(config.speculate, config.max_new_tokens, decoder.max_seq_len)
 
 
 LONGEST_MATCH, SHORTEST_MATCH = 3, 2  # a single token recurs too often to predict the next

@@ -13,7 +13,7 @@ from typing import Literal
 
 from workhorse.errors import WorkhorseError
 from workhorse.generate import Delta, GenerationConfig
-from workhorse.generate.engine import Load
+from workhorse.generate.limits import Load
 from workhorse.serve.messages import (
     LENGTH,
     Cancel,

@@ -11,7 +11,7 @@ from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 from workhorse.data import SequenceStart
 from workhorse.errors import WorkhorseError
 from workhorse.generate import Delta, GenerationConfig
-from workhorse.generate.engine import Load
+from workhorse.generate.limits import Load
 from workhorse.serve.settings import EngineSettings
 from workhorse.tokenizers import Tokenizer
 

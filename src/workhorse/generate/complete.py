@@ -114,7 +114,7 @@ def stream(
         speculate=slack,
     )
     for prompt in checked:
-        engine.queue(prompt, config)
+        engine.add(prompt, config, is_checked=True)
     return _deltas(engine)
 
 

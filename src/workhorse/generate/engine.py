@@ -34,7 +34,7 @@ from workhorse.generate.pace import PromptPace
 from workhorse.generate.request import LogitProcessor, Request, StopCondition
 from workhorse.generate.runner import Logits, Runner, wait
 from workhorse.generate.scheduler import Scheduler
-from workhorse.generate.speculation import Draft, PromptLookup, Proposer
+from workhorse.generate.speculation import Draft, PromptLookup
 from workhorse.nn import Decoder, evaluation_mode
 
 
@@ -121,11 +121,11 @@ class Engine:
         weights change between steps, the change takes effect one token later."""
         pace = None if prompt_share is None else PromptPace.checked(prompt_share)
         self._pace = None if self.looks_ahead else pace
-        proposer: Proposer = PromptLookup()
-        if draft is not None:
-            proposer = Draft(draft, self._runner, prefix_caching=prefix_caching)
-        vocab = usable_vocab(decoder, tokenizer)
-        self._next = NextTokens(backend, vocab, proposer, limits.speculate)
+        guesser = (
+            None if draft is None else Draft(draft, self._runner, prefix_caching=prefix_caching)
+        )
+        vocab, guesser = usable_vocab(decoder, tokenizer), guesser or PromptLookup()
+        self._next = NextTokens(backend, vocab, guesser, limits.speculate)
         self._added = 0
         self._requests: dict[int, Request] = {}
         """All requests that have not ended."""
@@ -168,6 +168,7 @@ class Engine:
         stop_conditions: Sequence[StopCondition] = (),
         client: str = "",
         adapter: str | None = None,
+        is_checked: bool = False,
     ) -> range:
         """Request completions of a prompt.
 
@@ -179,43 +180,25 @@ class Engine:
             client: name of the client that asks. Clients share the engine equally: the first
                 requests of all clients come before the second ones.
             adapter: name of one of the engine's adapters; None: the model itself.
+            is_checked: True if `check_prompts` returned the prompt.
 
         Returns:
             The indices of the prompt's `n_samples` completions; see `Delta.index`.
 
         Raises:
-            WorkhorseError: see `check_prompts` and `check_exact`; or the engine does not have the
-                adapter; or the config has beam search, or more guesses, samples or tokens than the
-                engine allows.
+            WorkhorseError: see `check_prompts` and `Limits.check`; or the engine does not have the
+                adapter.
         """
-        config = checked_config(config).with_seed()
-        (fitting,) = check_prompts(self.decoder, [prompt], config, self.tokenizer)
-        return self.queue(
-            fitting,
-            config,
-            processors=check_functions("processors", processors),
-            stop_conditions=check_functions("stop_conditions", stop_conditions),
-            client=client,
-            adapter=adapter,
-        )
-
-    def queue(
-        self,
-        fitting: Sequence[int],
-        config: GenerationConfig,
-        *,
-        processors: Sequence[LogitProcessor] = (),
-        stop_conditions: Sequence[StopCondition] = (),
-        client: str = "",
-        adapter: str | None = None,
-    ) -> range:
-        """`add` for a prompt that `check_prompts` returned, and a config with a seed."""
         self._repair()
+        config, fitting = checked_config(config).with_seed(), prompt
+        if not is_checked:
+            (fitting,) = check_prompts(self.decoder, [prompt], config, self.tokenizer)
+            processors = check_functions("processors", processors)
+            stop_conditions = check_functions("stop_conditions", stop_conditions)
         if adapter not in self._runner.backends:
             known = nearest(str(adapter), filter(None, self._runner.backends))
             raise WorkhorseError(f"the engine has no adapter {shown(adapter)}; {known}")
-        backend = self._runner.backends[adapter]
-        self._limits.check(config, len(fitting), backend, self._runner.cache)
+        self._limits.check(config, len(fitting), self._runner.backends[adapter], self._runner.cache)
         indices = range(self._added, self._added + config.n_samples)
         requests = [
             Request(
@@ -444,10 +427,7 @@ class Engine:
                 self._prompt_seconds = 0.0
 
     def _can_look_ahead(self, requests: Sequence[Request]) -> bool:
-        """True if the next tokens of these requests may be processed before they are on the host.
-
-        No other request may then run or wait, and the cache needs room; see `may_look_ahead`.
-        """
+        """True if no other request runs or waits, and the cache has room; see `may_look_ahead`."""
         waiting, running = self._scheduler.waiting, self._scheduler.running
         if not self.looks_ahead or waiting or len(requests) < len(running):
             return False

@@ -1,4 +1,4 @@
-"""What an engine can serve and what it serves: its limits, their check, and its load."""
+"""The limits of an engine, the check of a request against them, and the engine's load."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -56,11 +56,7 @@ class Limits:
         max_tokens: int | None,
         has_draft: bool,
     ) -> Self:
-        """Check an engine's arguments, and replace None by the defaults.
-
-        Raises:
-            WorkhorseError: an argument has a wrong type or is out of range.
-        """
+        """Check an engine's arguments, and replace None by the defaults."""
         sequences = whole("max_sequences", max_sequences, 1)
         speculate = whole("speculate", speculate, 0)
         least = sequences * (1 + speculate)
@@ -105,8 +101,7 @@ class Limits:
                 f"n_samples={config.n_samples} is more than max_sequences={self.sequences}; "
                 f"create the engine with max_sequences={config.n_samples}"
             )
-        new = config.max_new_tokens - 1
-        most = tokens_needed(prompt_tokens, new, self.context, self.speculate)
+        most = tokens_needed(prompt_tokens, config.max_new_tokens - 1, self.context, self.speculate)
         if not cache.holds(most):
             raise WorkhorseError(
                 f"the request needs {most} tokens of cache, and the engine has {cache.tokens}; "

@@ -46,7 +46,6 @@ class NextTokens:
         """Guess tokens for the running requests that decode and have a new token.
 
         The pass over a prompt's last token has no guesses, since other samples may start from it.
-        Guesses end at `DecoderConfig.steady_length`, since later ones would change earlier logits.
         """
         used = {request.sampling_key for request in running}
         self._choosers = {key: chooser for key, chooser in self._choosers.items() if key in used}

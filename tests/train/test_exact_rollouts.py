@@ -72,6 +72,14 @@ GPT: dict[str, Any] = {
 MPT: dict[str, Any] = deepcopy(GPT | {"d_model": 108, "embedding": {}})
 MPT["blocks"]["main"]["attention"] = {"n_heads": 6, "position": {"kind": "alibi", "scaled": True}}
 
+LATENT = {
+    "kind": "latent_attention",
+    "n_heads": 2,
+    "kv_rank": 16,
+    "nope_dim": 16,
+    "rope_dim": 16,
+    "value_dim": 16,
+}
 DEMO: dict[str, Any] = deepcopy(LLAMA | {"head": {"tied": True}})
 """The parts of `recipes/stdlib-small.yaml`: short convolutions, and norms of each head."""
 DEMO["blocks"]["main"] |= {
@@ -192,11 +200,11 @@ def test_model_types(model_type: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "change"),
     [
-        (("blocks", "main", "attention"), {"softcap": 20.0}),
+        (("blocks", "main"), {"attention": LATENT}),
         (("blocks", "main", "attention"), {"dropout": 0.1}),
         (("embedding",), {"dropout": 0.1}),
     ],
-    ids=["softcap", "attention dropout", "embedding dropout"],
+    ids=["latent attention", "attention dropout", "embedding dropout"],
 )
 def test_a_model_that_cannot_is_refused(
     place: tuple[str, ...], change: dict[str, Any], tmp_path: Path

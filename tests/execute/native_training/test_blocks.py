@@ -207,6 +207,24 @@ def test_what_the_passes_do_not_know_is_computed_one_by_one(why: str) -> None:
     assert bool(seen) == (why == "a hook")
 
 
+@pytest.mark.parametrize("name", ["attention", "feed_forward"])
+@pytest.mark.parametrize("part", ["norm", "output_norm", "sum"])
+def test_a_module_with_two_names_can_be_replaced_under_one(part: str, name: str) -> None:
+    plain = build("gpt", torch.float32, **WIRINGS["sandwich"])
+    for layer in plain.layers:
+        setattr(layer, f"feed_forward_{part}", layer.get_submodule(f"attention_{part}"))
+    native = natively(plain)
+    other = Difference() if part == "sum" else nn.LayerNorm(MODEL["d_model"])
+    for decoder in (plain, native):
+        setattr(decoder.layers[0], f"{name}_{part}", other)
+    torch.testing.assert_close(results(native)[0], results(plain)[0], atol=1e-5, rtol=1e-5)
+
+
+class Difference(nn.Module):
+    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
+        return x - branch
+
+
 ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
     "turned": lambda weight: weight.t().contiguous().t(),
     "every second number": lambda weight: torch.stack([weight] * 2, dim=-1)[..., 0],

@@ -6,6 +6,7 @@ computations run as one native call. The result is a plan: a list of native call
 other modules. The forward method of the layer follows the plan while it fits (`Plan.fits`).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -324,16 +325,17 @@ class _Graph:
             yield step
 
     def parts(self) -> Iterator[Part]:
-        """Return the modules that no step calls."""
+        """Return the modules that no step calls, and those with several names."""
         entered = self.layer.entered
         kept = [one.module for one in self.layer.computed if one.output in one.inputs]
         skipped = {*kept, *(one.module for one in self.fused), *entered}
-        for container in entered:
-            for name, child in container.named_children():
-                if child in skipped:
-                    yield container._modules, name, child
-                if child in skipped and child not in entered:
-                    yield from _inside(child)
+        names = [part for container in entered for part in _children(container)]
+        count = Counter(child for _, _, child in names)
+        for members, name, child in names:
+            if child in skipped or count[child] > 1:
+                yield members, name, child
+            if child in skipped and child not in entered:
+                yield from _inside(child)
 
     def readers(self, value: int) -> list[Computed]:
         """Return the computations that read a value, without those that are done."""
@@ -479,11 +481,18 @@ class _Graph:
         return Step(partial(_call, members, name), inputs, (output,))
 
 
+def _children(module: nn.Module) -> Iterator[Part]:
+    """Return the children of a module; a child with several names under each of them."""
+    for name, child in module._modules.items():
+        if child is not None:
+            yield module._modules, name, child
+
+
 def _inside(module: nn.Module) -> Iterator[Part]:
     """Return all modules inside a module."""
-    for name, child in module.named_children():
-        yield module._modules, name, child
-        yield from _inside(child)
+    for part in _children(module):
+        yield part
+        yield from _inside(part[-1])
 
 
 def _by_part(owner: nn.Module | None, method: str, layer: nn.Module, *inputs: Any) -> tuple[Tensor]:

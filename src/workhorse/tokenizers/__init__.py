@@ -18,7 +18,8 @@ from workhorse.tokenizers.config import (
     WordsConfig,
     tokenizer_config,
 )
-from workhorse.tokenizers.files import check_output_folder, load_tokenizer
+from workhorse.tokenizers.files import check_output_folder
+from workhorse.tokenizers.load import load_tokenizer
 from workhorse.tokenizers.pieces import StreamDecoder
 from workhorse.tokenizers.report import TokenizerReport, tokenizer_report
 from workhorse.tokenizers.tokenizer import Piece, Tokenizer

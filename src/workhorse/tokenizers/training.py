@@ -36,7 +36,7 @@ from workhorse.tokenizers.config import (
     WordsConfig,
 )
 from workhorse.tokenizers.control import guarded
-from workhorse.tokenizers.files import load_tokenizer
+from workhorse.tokenizers.load import load_tokenizer
 from workhorse.tokenizers.pieces import BYTE_ALPHABET
 from workhorse.tokenizers.tokenizer import Tokenizer
 

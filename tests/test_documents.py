@@ -32,7 +32,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import SpecialTokensConfig, train_tokenizer
 from workhorse.tokenizers.config import BpeConfig
 from workhorse.train import Recipe, with_init
-from workhorse.train.recipe.reference import NAME, configs_at, recipe_configs
+from workhorse.train.recipe.keys import NAME, configs_at, recipe_configs
 
 ROOT = Path(__file__).parent.parent
 PLAN: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "documents.yaml").read_text("utf-8"))
@@ -161,7 +161,7 @@ def same_output(shown: str, printed: str) -> bool:
 
 def config_at(place: str, kind: str | None) -> Any:
     """The config class at a place of a recipe, selected by its kind."""
-    here = [config for config, places in recipe_configs()[1].items() if place in places]
+    here = [config for config, places in recipe_configs(Recipe)[1].items() if place in places]
     kinds = {config: config.model_fields.get("kind") for config in here}
     found = [
         config
@@ -286,9 +286,11 @@ def test_recipe_keys_in_sentences_exist(page: str):
             continue
         name = f"{LAYER}.{written}" if first in PARTS else written
         place, _, key = name.rpartition(".")
-        assert any(key in config.model_fields for config in configs_at(place).values()), name
+        assert any(key in config.model_fields for config in configs_at(Recipe, place).values()), (
+            name
+        )
         given = yaml.safe_load(value or "null")
-        if kinds := configs_at(name) if given else None:
+        if kinds := configs_at(Recipe, name) if given else None:
             fields = given if isinstance(given, dict) else {"kind": given}
             assert fields.keys() <= kinds[fields["kind"]].model_fields.keys(), f"{name}: {value}"
         checked += 1

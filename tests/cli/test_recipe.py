@@ -5,7 +5,8 @@ import json
 import pytest
 
 from workhorse.cli.main import main
-from workhorse.train.recipe.reference import all_keys, synonyms
+from workhorse.train import Recipe
+from workhorse.train.recipe.keys import all_keys, synonyms
 
 
 def test_a_key_alone(capsys):
@@ -53,4 +54,4 @@ def test_a_last_name_or_a_synonym_leads_to_the_key(capsys, word, key):
 def test_every_synonym_leads_to_keys():
     for names in synonyms().values():
         for name in names:
-            assert any(name in (key, key.rpartition(".")[2]) for key in all_keys()), name
+            assert any(name in (key, key.rpartition(".")[2]) for key in all_keys(Recipe)), name

@@ -10,9 +10,10 @@ from workhorse.config.base import Config, OnResume, parse_yaml
 from workhorse.errors import WorkhorseError
 from workhorse.nn import DecoderConfig
 from workhorse.train import Recipe
-from workhorse.train.recipe.reference import Group, examples, recipe_configs, sections, sections_at
+from workhorse.train.recipe.keys import Group, examples, recipe_configs
+from workhorse.train.recipe.reference import sections, sections_at
 
-GROUPS, PLACES = recipe_configs()
+GROUPS, PLACES = recipe_configs(Recipe)
 CONFIGS = [config for group in GROUPS for config in group.configs]
 BLOCK = {
     "kind": "pre_norm",

@@ -42,14 +42,15 @@ def _as_settings(option: str, given: list[str]) -> str:
 
     Empty if a recipe has no key of that name. `given` has all arguments of the verb.
     """
-    from workhorse.train.recipe.overrides import listed, places_of
+    from workhorse.train.recipe.keys import listed, places_of
+    from workhorse.train.recipe.recipe import Recipe
 
     at = next((n for n, word in enumerate(given) if word.partition("=")[0] == option), len(given))
     _, equals, value = given[at].partition("=") if at < len(given) else ("", "", "")
     if not equals:
         value = next(iter(given[at + 1 :]), "")
     value = "..." if value.startswith("-") or not value else value
-    places = places_of(option.lstrip("-").replace("-", "_"))
+    places = places_of(Recipe, option.lstrip("-").replace("-", "_"))
     return listed([f"{place}={value}" for place in places]) if places else ""
 
 

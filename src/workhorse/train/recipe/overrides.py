@@ -1,138 +1,14 @@
-"""Command-line overrides of a recipe, and messages for misplaced keys."""
+"""Command-line overrides of a recipe."""
 
-import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
-import yaml
-
-from workhorse.config.base import Config, ConfigError, OfItsKind, parse_yaml
+from workhorse.config.base import Config, ConfigError, OfItsKind
 from workhorse.config.overrides import apply_overrides
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.train.recipe.recipe import preset_with
-from workhorse.train.recipe.reference import (
-    NAME,
-    all_keys,
-    configs_at,
-    examples,
-    names_at,
-    synonyms,
-)
-
-LISTED = 3
-"""Maximum number of dotted keys that an error lists."""
-
-
-def with_its_place(error: ConfigError, fields: Any) -> ConfigError:
-    """Improve an error about an unknown or missing key: name the right dotted key, or an example.
-
-    The error is returned unchanged if there is nothing to add.
-    """
-    if error.missing_key:
-        return _with_an_example(error, fields)
-    key, place = error.unknown_key, error.path
-    if not key:
-        return error
-    section = _section_at(place, fields)
-    own = section.get("kind") if isinstance(section, Mapping) else None
-    meant = synonyms().get(f"{own}.{key}", [])
-    kinds = [kind for kind, config in configs_at(place).items() if key in config.model_fields]
-    if kinds and not meant:
-        reason = f"unknown key {key!r}, which belongs to kind: {' or '.join(sorted(kinds))}"
-        return ConfigError(f"{reason}; choose that kind, or remove {key}", place)
-    places = [
-        full
-        for name in meant or synonyms().get(key, ())
-        for full in _places_of_synonym(name, fields)
-    ]
-    places = places or places_of(key, fields)
-    if "did you mean" not in error.reason:
-        places = places or [full for name in _near(key) for full in places_of(name, fields)]
-    inside = [full for full in places if place and full.startswith(f"{place}.")]
-    if not places:
-        return error
-    return ConfigError(f"unknown key {key!r}; did you mean {listed(inside or places)}?", place)
-
-
-def _with_an_example(error: ConfigError, fields: Any) -> ConfigError:
-    """Add an example from the reference to an error about a missing key."""
-    key, place = error.missing_key, error.path
-    section = _section_at(place, fields)
-    kind = section.get("kind") if isinstance(section, Mapping) else None
-    configs = configs_at(place)
-    possible = [configs[kind]] if kind in configs else list(configs.values())
-    for text in (text for config in possible for text in examples().get(config.__name__, ())):
-        if key in (example := parse_yaml(text)):
-            written = yaml.safe_dump({key: example[key]}, default_flow_style=True, sort_keys=False)
-            where = f"{place}.{key}".lstrip(".")
-            return ConfigError(
-                f"{key!r} is missing; set one such as {' '.join(written.split())[1:-1]} "
-                f"(see workhorse recipe {where})",
-                place,
-            )
-    return error
-
-
-def _section_at(place: str, fields: Any) -> Any:
-    """Return the value of a dotted key of a recipe; None if the recipe does not have the key."""
-    for part in place.split(".") if place else ():
-        fields = fields.get(part) if isinstance(fields, Mapping) else None
-    return fields
-
-
-def places_of(key: str, fields: Any = None) -> list[str]:
-    """Find the dotted keys of a recipe whose last part is `key`, or has the initials `key`.
-
-    For example, `wd` finds `train.optimizer.weight_decay`. Keys with the fewest dots come first.
-
-    Args:
-        key: a name or initials, without a dot.
-        fields: the fields of the recipe. Names that the recipe chooses, such as those of its
-            blocks, replace `NAME` in the keys.
-    """
-    last = {full: full.rpartition(".")[2] for full in all_keys()}
-    found = [full for full, name in last.items() if name == key]
-    found = found or [full for full, name in last.items() if _initials(name) == key]
-    named = [one for full in found for one in _named(full.split("."), fields)]
-    return sorted(dict.fromkeys(named), key=lambda full: (full.count("."), full))
-
-
-def _places_of_synonym(name: str, fields: Any) -> Iterable[str]:
-    """Find the dotted keys of a name in `synonyms`, which may be a dotted key itself."""
-    return _named(name.split("."), fields) if name in all_keys() else places_of(name, fields)
-
-
-def listed(places: list[str]) -> str:
-    """Join dotted keys to a phrase such as `a, b, c or one of 2 more`."""
-    shown = places[:LISTED]
-    more = len(places) - len(shown)
-    if more:
-        return f"{', '.join(shown)} or one of {more} more"
-    return " or ".join(part for part in (", ".join(shown[:-1]), shown[-1]) if part)
-
-
-def _initials(name: str) -> str:
-    """Return the initials, such as `lr` for `learning_rate`; empty for a single word."""
-    words = name.split("_")
-    return "".join(word[0] for word in words if word) if len(words) > 1 else ""
-
-
-def _near(key: str) -> list[str]:
-    names = {full.rpartition(".")[2] for full in all_keys()}
-    return difflib.get_close_matches(key, sorted(names), n=1, cutoff=0.8)
-
-
-def _named(parts: list[str], fields: Any) -> Iterator[str]:
-    """Yield a dotted key once for each name that the recipe uses in place of `NAME`."""
-    if NAME not in parts:
-        yield ".".join(parts)
-        return
-    at = parts.index(NAME)
-    inside = _section_at(".".join(parts[:at]), fields)
-    names = list(inside) if isinstance(inside, Mapping) else []
-    for name in names or [NAME]:
-        yield ".".join([*parts[:at], str(name), *parts[at + 1 :]])
-
+from workhorse.train.recipe.keys import NAME, configs_at, names_at, section_at
+from workhorse.train.recipe.recipe import Recipe, preset_with
 
 Notify = Callable[[str], object]
 
@@ -157,7 +33,7 @@ def override_recipe(
     def keep(place: str, section: dict[str, Any], kind: Any) -> dict[str, Any]:
         return _kept(place, section, kind, notify)
 
-    fields = apply_overrides(fields, settings, keep, configs_at)
+    fields = apply_overrides(fields, settings, keep, partial(configs_at, Recipe))
     for setting in settings:
         _remove_if_null(fields, setting.partition("=")[0])
     _check_pattern(fields.get("model"), settings)
@@ -198,7 +74,7 @@ def _with_preset_if_cut(written: Mapping[str, Any], settings: list[str]) -> Mapp
 
 def _kept(place: str, section: dict[str, Any], kind: Any, notify: Notify) -> dict[str, Any]:
     """Return the keys that a section keeps when its kind changes; notify about dropped keys."""
-    configs = configs_at(place)
+    configs = configs_at(Recipe, place)
     new, old = configs.get(str(kind)), configs.get(str(section.get("kind")))
     if new is None:  # validation reports the unknown kind
         return section
@@ -234,11 +110,9 @@ def _is_default(config: type[Config], name: str, value: Any) -> bool:
 
 def _remove_if_null(fields: dict[str, Any], path: str) -> None:
     """Remove an item that was set to null, if its name is chosen by the user, such as a block."""
-    *sections, name = path.split(".")
-    inside: Any = fields
-    for section in sections:
-        inside = inside.get(section) if isinstance(inside, dict) else None
-    if isinstance(inside, dict) and inside.get(name, NAME) is None and names_at(".".join(sections)):
+    above, _, name = path.rpartition(".")
+    inside = section_at(above, fields)
+    if isinstance(inside, dict) and inside.get(name, NAME) is None and names_at(Recipe, above):
         del inside[name]
 
 

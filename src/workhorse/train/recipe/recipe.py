@@ -16,6 +16,7 @@ from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.parts import check_divisible
 from workhorse.tokenizers import TokenizerConfig, tokenizer_config, train_tokenizer
 from workhorse.train.objectives.balance import check_balance
+from workhorse.train.recipe.keys import with_its_place
 from workhorse.train.recipe.training import TrainConfig
 
 
@@ -218,9 +219,7 @@ class Recipe(Config):
         try:
             return super().from_dict(fields)
         except ConfigError as error:
-            from workhorse.train.recipe.overrides import with_its_place  # it imports this module
-
-            raise with_its_place(error, fields) from None
+            raise with_its_place(cls, error, fields) from None
 
     def decoder_config(self, vocab_size: int) -> DecoderConfig:
         """Return the full config of the model.

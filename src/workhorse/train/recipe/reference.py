@@ -9,21 +9,24 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from pydantic.fields import FieldInfo
 
-from workhorse.config.base import Config, OnResume, configs_in, marked, parse_yaml
+from workhorse.config.base import Config, OnResume, marked
 from workhorse.errors import WorkhorseError, nearest
-from workhorse.nn import DecoderConfig
+from workhorse.train.recipe.keys import (
+    Group,
+    all_keys,
+    examples,
+    kind_of,
+    matches,
+    recipe_configs,
+    synonyms,
+)
 from workhorse.train.recipe.recipe import Recipe
 
-NAME = "NAME"
-"""Placeholder in dotted keys for a name that the recipe chooses, such as the name of a block."""
-EXAMPLES = "examples.yaml"
-SYNONYMS = "synonyms.yaml"
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 WORDS = {
     "boolean": "true or false",
@@ -94,19 +97,10 @@ class Section:
         return asdict(self)
 
 
-class Group(NamedTuple):
-    """The config classes that one section describes."""
-
-    title: str
-    configs: tuple[type[Config], ...]
-    rule: OnResume
-    """The rule for resuming with changed values, for keys without their own `OnResume` mark."""
-
-
 @cache
 def sections() -> tuple[Section, ...]:
     """Return all sections, in the order of a recipe."""
-    return tuple(_section(group) for group in recipe_configs()[0])
+    return tuple(_section(group) for group in recipe_configs(Recipe)[0])
 
 
 def sections_at(key: str) -> list[Section]:
@@ -122,75 +116,22 @@ def sections_at(key: str) -> list[Section]:
     if matching := [only for part in parts if (only := _with_key(part, name))]:
         return matching
     wanted = set(synonyms().get(key.lower(), [key]))
-    if found := sorted(known for known in all_keys() if wanted & {known, known.rpartition(".")[2]}):
+    if found := sorted(one for one in all_keys(Recipe) if wanted & {one, one.rpartition(".")[2]}):
         more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
         raise WorkhorseError(
             f"a recipe has no top-level key {key!r}; see {', '.join(found[:NAMED])}{more}"
         )
-    raise WorkhorseError(f"a recipe has no key {key!r}; {nearest(key, all_keys())}")
-
-
-@cache
-def recipe_configs() -> tuple[list[Group], dict[type[Config], list[str]]]:
-    """Return all config classes of a recipe, grouped by section, and the dotted keys of each."""
-    places: dict[type[Config], list[str]] = {}
-    groups: list[Group] = []
-
-    def visit(configs: tuple[type[Config], ...], place: str, rule: OnResume) -> None:
-        new = tuple(config for config in configs if config not in places)
-        if new:
-            groups.append(Group(place, new, rule))
-        for config in configs:
-            known = places.setdefault(config, [])
-            known += [] if place in known else [place]
-        for config in new:
-            for name, field in config.model_fields.items():
-                inside = tuple(dict.fromkeys(configs_in(field.annotation)))
-                named = f".{NAME}" if "dict" in str(field.annotation) else ""
-                below = marked(field.metadata) or rule
-                visit(inside, f"{place}.{name}{named}".lstrip("."), below)
-
-    visit((Recipe,), "", OnResume.NEW_RUN)
-    visit((DecoderConfig,), "model", OnResume.NEW_RUN)
-    return groups, places
-
-
-def configs_at(place: str) -> dict[str, type[Config]]:
-    """Return the config classes that a dotted key accepts, by `kind`."""
-    return {
-        _kind(config): config
-        for config, places in recipe_configs()[1].items()
-        if any(_matches(known, place) for known in places)
-    }
-
-
-def names_at(place: str) -> bool:
-    """Return True if a mapping's keys are names that the recipe chooses, such as `model.blocks`."""
-    return bool(configs_at(f"{place}.{NAME}"))
-
-
-@cache
-def examples() -> dict[str, tuple[str, ...]]:
-    """Return the examples of each config, by class name."""
-    text = resources.files("workhorse.train.recipe").joinpath(EXAMPLES).read_text("utf-8")
-    return {name: tuple(listed) for name, listed in parse_yaml(text).items()}
-
-
-@cache
-def synonyms() -> dict[str, list[str]]:
-    """Return the names of keys in other programs, with the names or dotted keys of a recipe."""
-    text = resources.files("workhorse.train.recipe").joinpath(SYNONYMS).read_text("utf-8")
-    return parse_yaml(text)
+    raise WorkhorseError(f"a recipe has no key {key!r}; {nearest(key, all_keys(Recipe))}")
 
 
 def _section(group: Group) -> Section:
-    places = recipe_configs()[1]
+    places = recipe_configs(Recipe)[1]
     keys = {config: _keys(config, group.rule) for config in group.configs}
     first, *others = keys.values()
     shared = [key for key in first if others and all(key in other for other in others)]
     kinds = (
         Alternative(
-            _kind(config),
+            kind_of(config),
             (inspect.getdoc(config) or "").partition("\n\nRaises:")[0].strip(),
             tuple(key for key in keys[config] if key not in shared),
             examples().get(config.__name__, ()),
@@ -199,10 +140,6 @@ def _section(group: Group) -> Section:
         for config in group.configs
     )
     return Section(group.title, tuple(shared), tuple(kinds))
-
-
-def _kind(config: type[Config]) -> str:
-    return str(config.model_fields["kind"].default) if "kind" in config.model_fields else ""
 
 
 def _keys(config: type[Config], rule: OnResume) -> list[Key]:
@@ -235,8 +172,8 @@ def _arms(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _references(found: Iterable[str]) -> Iterator[str]:
     """Yield references to sections. If only some kinds are accepted, a reference lists these."""
     names = {name.rpartition("/")[2] for name in found}
-    for title, configs, _ in recipe_configs()[0]:
-        fitting = [f"`{_kind(config)}`" for config in configs if config.__name__ in names]
+    for title, configs, _ in recipe_configs(Recipe)[0]:
+        fitting = [f"`{kind_of(config)}`" for config in configs if config.__name__ in names]
         if len(fitting) == len(configs):
             yield f"@{title}"
         elif fitting:
@@ -270,7 +207,7 @@ def _default(field: FieldInfo) -> str | None:
     value = field.get_default(call_default_factory=True)
     if isinstance(value, Config):
         changed = value.model_dump(mode="json", exclude_defaults=True)
-        kind = _kind(type(value))
+        kind = kind_of(type(value))
         value = {"kind": kind, **changed} if kind else changed
     if isinstance(value, tuple):
         value = list(value)
@@ -281,7 +218,7 @@ def _default(field: FieldInfo) -> str | None:
 def _standing_at(section: Section, key: str) -> Section | None:
     """Return the section with only the kinds that a dotted key accepts; None if there are none."""
     kinds = tuple(
-        kind for kind in section.kinds if any(_matches(place, key) for place in kind.places)
+        kind for kind in section.kinds if any(matches(place, key) for place in kind.places)
     )
     return replace(section, kinds=kinds) if kinds else None
 
@@ -295,23 +232,3 @@ def _with_key(section: Section, name: str) -> Section | None:
         if (keys := tuple(key for key in kind.keys if key.name == name))
     )
     return replace(section, shared=shared, kinds=kinds) if shared or kinds else None
-
-
-def _matches(place: str, key: str) -> bool:
-    """Return True if two dotted keys match; `NAME` in the first stands for any name."""
-    parts, words = place.split("."), key.split(".")
-    return len(parts) == len(words) and all(
-        part in (NAME, word) for part, word in zip(parts, words, strict=True)
-    )
-
-
-@cache
-def all_keys() -> set[str]:
-    """Return every dotted key of a recipe, with `NAME` for names that the recipe chooses."""
-    return {
-        f"{place}.{key.name}".lstrip(".")
-        for section in sections()
-        for kind in section.kinds
-        for place in kind.places
-        for key in (*section.shared, *kind.keys)
-    }

@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Collection
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,33 @@ def class_tests(path: Path, source: Path) -> list[str]:
         if names & classes:
             found.add(node.lineno)
     return [f"{path.relative_to(source)}:{line}" for line in sorted(found)]
+
+
+def test_no_files_import_each_other():
+    """Imports inside functions count too; import-linter checks only packages."""
+    source = ROOT / "src"
+    modules: dict[str, Path] = {}
+    for path in (source / "workhorse").rglob("*.py"):
+        parts = path.relative_to(source).with_suffix("").parts
+        modules[".".join(parts).removesuffix(".__init__")] = path
+    order = TopologicalSorter({name: imports(path, modules) for name, path in modules.items()})
+    order.prepare()  # raises CycleError, which names the files of a circle
+
+
+def imports(path: Path, modules: Collection[str]) -> set[str]:
+    """Return the modules that a file imports at run time, without their packages' `__init__`."""
+    tree = ast.parse(path.read_text("utf-8"))
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    typing = [block for block in blocks if ast.unparse(block.test) == "TYPE_CHECKING"]
+    skipped = {node for block in typing for one in block.body for node in ast.walk(one)}
+    found: set[str] = set()
+    for node in set(ast.walk(tree)) - skipped:
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in modules else str(node.module) for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & set(modules)
 
 
 IMPORT_EACH = """

@@ -14,7 +14,8 @@ from workhorse.checkpoints import (
     load_weights,
     weights_of,
 )
-from workhorse.checkpoints.stored import open_stored, weights_on_disk
+from workhorse.checkpoints.sizes import weights_on_disk
+from workhorse.checkpoints.stored import TrainedModel, open_stored
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import BytesConfig, train_tokenizer
@@ -45,9 +46,9 @@ def decoder() -> Decoder:
 
 
 @pytest.fixture
-def run(tmp_path: Path, decoder: Decoder) -> RunDirectory:
+def run(tmp_path: Path, decoder: Decoder) -> TrainedModel:
     """A run with two checkpoints; the newer one contains the decoder's weights."""
-    run = RunDirectory(tmp_path / "run")
+    run = TrainedModel(tmp_path / "run")
     run.path.mkdir()
     run.begin("name: run\n")
     run.save_config(CONFIG)
@@ -57,14 +58,14 @@ def run(tmp_path: Path, decoder: Decoder) -> RunDirectory:
     return run
 
 
-def test_the_decoder_comes_back(run: RunDirectory, decoder: Decoder) -> None:
+def test_the_decoder_comes_back(run: TrainedModel, decoder: Decoder) -> None:
     loaded = run.load_decoder()
     torch.testing.assert_close(loaded(TOKENS), decoder.eval()(TOKENS))
     assert loaded.head.proj.weight is loaded.embedding.tokens.weight
 
 
 def test_an_older_checkpoint_is_loaded_by_its_folder(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run: TrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older = run.store().path(1)
     weights, _ = run.store().load_model(1)
@@ -81,25 +82,25 @@ def test_an_older_checkpoint_is_loaded_by_its_folder(
     assert RunDirectory.at(run.path).step is None
 
 
-def test_weights_come_in_the_type_asked_for(run: RunDirectory) -> None:
+def test_weights_come_in_the_type_asked_for(run: TrainedModel) -> None:
     loaded = run.load_decoder(dtype=torch.bfloat16)
     assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_remark(run: RunDirectory) -> None:
+def test_a_damaged_checkpoint_is_passed_over_with_a_remark(run: TrainedModel) -> None:
     os.truncate(run.store().path(2) / "model.safetensors", 100)
     loaded = run.load_decoder()
     (remark,) = run.remarks
     assert "skipping" in remark
     assert remark.endswith("; step 1 is used instead")
     assert "step-00000002: model.safetensors has 100 bytes" in remark
-    torch.testing.assert_close(loaded(TOKENS), RunDirectory(run.path, 1).load_decoder()(TOKENS))
+    torch.testing.assert_close(loaded(TOKENS), TrainedModel(run.path, 1).load_decoder()(TOKENS))
     with pytest.raises(WorkhorseError, match="is damaged"):
-        RunDirectory(run.path, 2).load_decoder()
+        TrainedModel(run.path, 2).load_decoder()
 
 
 def test_a_run_that_saves_meanwhile_is_described_by_its_newer_checkpoint(
-    run: RunDirectory, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+    run: TrainedModel, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = CheckpointStore.steps
 
@@ -116,7 +117,7 @@ def test_a_run_that_saves_meanwhile_is_described_by_its_newer_checkpoint(
     assert weights_on_disk(run) == {}
 
 
-def test_a_config_of_another_model_is_refused(run: RunDirectory) -> None:
+def test_a_config_of_another_model_is_refused(run: TrainedModel) -> None:
     run.save_config(CONFIG.replace(max_seq_len=16))
     with pytest.raises(
         WorkhorseError, match=r"were trained with another config than its config.json"
@@ -127,11 +128,11 @@ def test_a_config_of_another_model_is_refused(run: RunDirectory) -> None:
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(WorkhorseError, match=r"is not a run directory: it has no recipe.yaml"):
-            RunDirectory(path).load_decoder()
+            TrainedModel(path).load_decoder()
 
 
 def test_a_run_that_saved_nothing_yet(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
+    run = TrainedModel(tmp_path)
     run.begin("name: run\n")
     with pytest.raises(WorkhorseError, match="because training stopped before the model was built"):
         run.load_decoder()
@@ -143,12 +144,12 @@ def test_a_run_that_saved_nothing_yet(tmp_path: Path) -> None:
         run.load_decoder()
 
 
-def test_a_missing_step_names_those_that_are_there(run: RunDirectory) -> None:
+def test_a_missing_step_names_those_that_are_there(run: TrainedModel) -> None:
     with pytest.raises(WorkhorseError, match=r"no checkpoint of step 7; it has \[2, 1\]"):
-        RunDirectory(run.path, 7).load_decoder()
+        TrainedModel(run.path, 7).load_decoder()
 
 
-def test_a_damaged_config_is_named(run: RunDirectory) -> None:
+def test_a_damaged_config_is_named(run: TrainedModel) -> None:
     run.config_file.write_text("{")
     with pytest.raises(WorkhorseError, match=r"config.json is damaged"):
         _ = run.config
@@ -184,14 +185,14 @@ def test_a_lock_holds_when_its_file_was_removed(tmp_path: Path) -> None:
             RunDirectory(run.path).lock()
 
 
-def test_a_recipe_that_is_none_is_named(run: RunDirectory) -> None:
+def test_a_recipe_that_is_none_is_named(run: TrainedModel) -> None:
     for content in (b"", b"\xff\xfe", b"[1, 2]", b"a: 1"):
         run.recipe_file.write_bytes(content)
         with pytest.raises(WorkhorseError, match=r"recipe.yaml.*; restore the recipe"):
             run.recipe()
 
 
-def test_a_tokenizer_changed_in_a_run_is_noticed(run: RunDirectory) -> None:
+def test_a_tokenizer_changed_in_a_run_is_noticed(run: TrainedModel) -> None:
     bytes_of, other = (
         train_tokenizer(BytesConfig(special={"eos": name}), []) for name in ("<a>", "<b>")
     )

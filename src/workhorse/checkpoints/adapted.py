@@ -5,25 +5,16 @@ adapter, the name of its base and the SHA-256 of the base's weights.
 """
 
 import hashlib
-import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from workhorse.checkpoints.tensors import (
-    Places,
-    allocate,
-    mapped_weights,
-    weights_of,
-    with_rows,
-)
+from workhorse.checkpoints.tensors import allocate
 from workhorse.config.base import ConfigError
 from workhorse.devices.transfer import Destination, copy_tensors
-from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.nn.experts.router import ALWAYS_FLOAT32
@@ -32,7 +23,6 @@ from workhorse.parallel.config import ParallelismConfig
 from workhorse.transforms.adapters import adapter_parameters, add_adapter, freeze
 from workhorse.transforms.lora import LoraConfig
 from workhorse.transforms.quantization import FormatName, place_codes
-from workhorse.transforms.record import transforms_of
 
 
 class AdapterConfig(LoraConfig):
@@ -126,48 +116,6 @@ class Base:
     """Hash of the weights; see `hash_of`."""
 
 
-def open_base(
-    init: str, config: DecoderConfig, sha256: str | None = None, new: range = range(0)
-) -> tuple[Base, dict[str, Tensor]]:
-    """Open the model that an adapter is added to; return its weights, mapped from the files.
-
-    Args:
-        init: a folder, a file or an id of the hub.
-        config: the config of the decoder that gets the adapter. Only options without weights, such
-            as dropout, may differ, and it may have more tokens.
-        sha256: the hash of the weights that an existing adapter was trained on.
-        new: ids of the tokens that the model does not have; see `grown`.
-
-    Raises:
-        WorkhorseError: there is no such model, it has an adapter itself, or it has other weights.
-    """
-    from workhorse.checkpoints.stored import open_stored  # it imports run directories
-
-    try:
-        decoder = open_stored(init).load_decoder(places=mapped_weights)
-    except WorkhorseError as error:
-        raise WorkhorseError(f"the base of the adapter cannot be loaded: {error}") from None
-    if transforms_of(decoder):
-        raise WorkhorseError(
-            f"init={init} is a run of an adapter and cannot be the base of another; give its base"
-        )
-    stored = weights_of(decoder)
-    rows = max(config.vocab_size, decoder.config.vocab_size)
-    weights = with_rows(stored, rows, new)
-    shapes = {name: weight.shape for name, weight in weights.items()}
-    expected = config.build(device="meta").named_parameters()
-    if shapes != {name: weight.shape for name, weight in expected}:
-        raise WorkhorseError(f"init={init} has weights of other shapes than the adapter's base")
-    path = os.path.abspath(init) if os.path.exists(init) else init
-    base = Base(path, hash_of(stored))
-    if sha256 not in (None, base.sha256):
-        raise WorkhorseError(
-            f"the weights of {path} (SHA-256 {base.sha256[:16]}) are not those that the adapter "
-            f"was trained on ({sha256[:16]}); restore them"
-        )
-    return base, weights
-
-
 def hash_of(weights: Mapping[str, Tensor]) -> str:
     """The SHA-256 of names, dtypes, shapes and values of weights, in hexadecimal.
 
@@ -183,31 +131,6 @@ def hash_of(weights: Mapping[str, Tensor]) -> str:
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         lines = threads.map(line, sorted(weights.items()))
         return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def load_adapted(
-    decoder: Decoder, state: Mapping[str, Any], weights: Mapping[str, Tensor], places: Places
-) -> None:
-    """Load the base and the adapter of a run into a decoder, in place.
-
-    Args:
-        decoder: a decoder without values.
-        state: the state of the run's checkpoint.
-        weights: the weights in the checkpoint.
-        places: returns the destinations of the base's weights. If it does not quantise them, they
-            get the format of the training.
-
-    Raises:
-        WorkhorseError: the base is missing, or it is another one.
-    """
-    adapter = AdapterConfig.from_dict(state["recipe"]["adapter"])
-    _, base = open_base(state["base"]["init"], decoder.config, state["base"]["sha256"])
-    into = places(decoder)
-    if adapter.quantize is not None and not transforms_of(decoder):
-        into = adapter.place_codes(decoder)
-    copy_tensors(into, base, "base")
-    adapter.adapt(decoder, seed=0)
-    copy_adapter(decoder, weights)
 
 
 def copy_adapter(decoder: Decoder, weights: Mapping[str, Tensor], name: str = "default") -> None:

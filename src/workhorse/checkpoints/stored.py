@@ -1,22 +1,29 @@
-"""The common interface of models on disk in any format, and their sizes by dtype."""
+"""The common interface of models on disk in any format."""
 
-import math
 import os
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor
 
-from workhorse.checkpoints.gguf.read import UNQUANTIZED, GgufFile
+from workhorse.checkpoints.adapted import AdapterConfig, Base, copy_adapter, hash_of
+from workhorse.checkpoints.gguf.read import GgufFile
 from workhorse.checkpoints.huggingface.export import find_family
 from workhorse.checkpoints.huggingface.load import ADAPTER_FILE, HuggingFaceDirectory
-from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder
 from workhorse.checkpoints.model_folder import ModelFolder
+from workhorse.checkpoints.peft import add_peft
 from workhorse.checkpoints.runs.run_directory import RunDirectory
-from workhorse.checkpoints.tensors import Places, weights_of
-from workhorse.devices.names import dtype_name
+from workhorse.checkpoints.tensors import (
+    Places,
+    empty_decoder,
+    load_weights,
+    mapped_weights,
+    weights_of,
+    with_rows,
+)
+from workhorse.devices.transfer import copy_tensors
 from workhorse.errors import WorkhorseError, nearest, shown
 from workhorse.files.text_formats import to_path
 from workhorse.models import preset_names
@@ -24,6 +31,7 @@ from workhorse.models.huggingface import Family
 from workhorse.models.systems import near_system
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
+from workhorse.transforms.record import transforms_of
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -131,7 +139,136 @@ def open_stored(
         if path.is_dir() and kind.is_one(path):
             return kind(path)
     _check_may_be_run(path)
-    return RunDirectory.at(path)
+    return TrainedModel.at(path)
+
+
+def open_base(
+    init: str, config: DecoderConfig, sha256: str | None = None, new: range = range(0)
+) -> tuple[Base, dict[str, Tensor]]:
+    """Open the model that an adapter is added to; return its weights, mapped from the files.
+
+    Args:
+        init: a folder, a file or an id of the hub.
+        config: the config of the decoder that gets the adapter. Only options without weights, such
+            as dropout, may differ, and it may have more tokens.
+        sha256: the hash of the weights that an existing adapter was trained on.
+        new: ids of the tokens that the model does not have; see `grown`.
+
+    Raises:
+        WorkhorseError: there is no such model, it has an adapter itself, or it has other weights.
+    """
+    try:
+        decoder = open_stored(init).load_decoder(places=mapped_weights)
+    except WorkhorseError as error:
+        raise WorkhorseError(f"the base of the adapter cannot be loaded: {error}") from None
+    if transforms_of(decoder):
+        raise WorkhorseError(
+            f"init={init} is a run of an adapter and cannot be the base of another; give its base"
+        )
+    stored = weights_of(decoder)
+    rows = max(config.vocab_size, decoder.config.vocab_size)
+    weights = with_rows(stored, rows, new)
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    expected = config.build(device="meta").named_parameters()
+    if shapes != {name: weight.shape for name, weight in expected}:
+        raise WorkhorseError(f"init={init} has weights of other shapes than the adapter's base")
+    path = os.path.abspath(init) if os.path.exists(init) else init
+    base = Base(path, hash_of(stored))
+    if sha256 not in (None, base.sha256):
+        raise WorkhorseError(
+            f"the weights of {path} (SHA-256 {base.sha256[:16]}) are not those that the adapter "
+            f"was trained on ({sha256[:16]}); restore them"
+        )
+    return base, weights
+
+
+def load_adapted(
+    decoder: Decoder, state: Mapping[str, Any], weights: Mapping[str, Tensor], places: Places
+) -> None:
+    """Load the base and the adapter of a run into a decoder, in place.
+
+    Args:
+        decoder: a decoder without values.
+        state: the state of the run's checkpoint.
+        weights: the weights in the checkpoint.
+        places: returns the destinations of the base's weights. If it does not quantise them, they
+            get the format of the training.
+
+    Raises:
+        WorkhorseError: the base is missing, or it is another one.
+    """
+    adapter = AdapterConfig.from_dict(state["recipe"]["adapter"])
+    _, base = open_base(state["base"]["init"], decoder.config, state["base"]["sha256"])
+    into = places(decoder)
+    if adapter.quantize is not None and not transforms_of(decoder):
+        into = adapter.place_codes(decoder)
+    copy_tensors(into, base, "base")
+    adapter.adapt(decoder, seed=0)
+    copy_adapter(decoder, weights)
+
+
+class TrainedModel(RunDirectory):
+    """The model that a run trained, in the run's directory."""
+
+    kind = "run directory"
+    family = None
+    dtype = torch.float32
+    stop_tokens: tuple[int, ...] = ()
+    """Ids of the tokens that end generation. Always empty: the tokenizer's eos is used instead."""
+
+    def load_decoder(
+        self,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        kernel: KernelName = "auto",
+        places: Places = weights_of,
+    ) -> Decoder:
+        """Build the trained decoder and load its weights; see `StoredModel.load_decoder`.
+
+        If the run trained an adapter, its base is loaded too, and the decoder has the adapter.
+
+        Raises:
+            WorkhorseError: the run or checkpoint is missing, the checkpoint's config differs from
+                `config.json`, or the base of an adapter is missing or has changed.
+        """
+        config = self.config
+        weights, state = self.weights()
+        if DecoderConfig.from_dict(state["config"]) != config:
+            raise WorkhorseError(
+                f"the checkpoints in {self.path} were trained with another config than its "
+                f"{self.config_file.name}; restore the original file"
+            )
+        decoder = empty_decoder(config, kernel, device, dtype or self.dtype)
+        if "base" in state:
+            load_adapted(decoder, state, weights, places)
+        else:
+            load_weights(decoder, weights, places)
+        return decoder.eval()
+
+    def add_adapter(self, decoder: Decoder, init: str, name: str) -> None:
+        """Add the adapter that this run trained to its base, in place.
+
+        Args:
+            decoder: the base, which may have another dtype than in the run.
+            init: the model that the decoder was loaded from.
+            name: the name that the adapter gets.
+
+        Raises:
+            WorkhorseError: the run has no adapter, or the decoder is not its base.
+        """
+        weights, state = self.weights()
+        if "base" not in state:
+            raise WorkhorseError(
+                "the run trained a whole model, not an adapter; give it as the model"
+            )
+        if self.config.vocab_size > decoder.config.vocab_size:
+            raise WorkhorseError(
+                f"the run added tokens to the {decoder.config.vocab_size:,} of its base; give the "
+                "run as the model, without an adapter"
+            )
+        open_base(init, decoder.config, state["base"]["sha256"])
+        AdapterConfig.from_dict(state["recipe"]["adapter"]).adapt(decoder, seed=0, name=name)
+        copy_adapter(decoder, weights, name)
 
 
 def _check_may_be_run(path: Path) -> None:
@@ -203,109 +340,26 @@ def add_stored_adapter(decoder: Decoder, model: StoredModel, adapter: Path, name
     Raises:
         WorkhorseError: there is no adapter, it cannot be read, or it belongs to another base.
     """
-    from workhorse.checkpoints.peft import add_peft
-
     if (adapter / ADAPTER_FILE).exists():
         add_peft(decoder, adapter, model.family or find_family(model.config), name=name)
         return
-    run = _run_of(adapter)
+    run = trained_adapter(adapter)
     try:
         run.add_adapter(decoder, str(model.path), name)
     except WorkhorseError as error:
         raise WorkhorseError(f"{adapter}: {error}") from None
 
 
-def elements_of_adapter(adapter: Path) -> int:
-    """Number of elements of the weights of an adapter on disk.
+def trained_adapter(adapter: Path) -> TrainedModel:
+    """Return the run that trained an adapter.
 
     Raises:
-        WorkhorseError: there is no adapter, or a header is damaged.
+        WorkhorseError: the path is not a run.
     """
-    from workhorse.checkpoints.peft import WEIGHTS
-
-    if (adapter / ADAPTER_FILE).exists():
-        return sum(map(math.prod, TensorFolder(adapter, WEIGHTS).shapes.values()))
-    return sum(held.numbers for held in weights_on_disk(_run_of(adapter)).values())
-
-
-def _run_of(adapter: Path) -> RunDirectory:
-    run = RunDirectory.at(adapter)
+    run = TrainedModel.at(adapter)
     if not run.exists:
         raise WorkhorseError(
             f"{adapter} is not an adapter: neither {ADAPTER_FILE} nor {run.recipe_file.name} "
             "exists; give a PEFT directory or a run"
         )
     return run
-
-
-Found = TypeVar("Found")
-
-
-class WeightSize(NamedTuple):
-    """Number of elements and bytes of the stored weights of one dtype."""
-
-    numbers: int
-    bytes: int
-
-
-def bytes_on_disk(stored: StoredModel) -> int:
-    """Total bytes of a model's weight files; for a run, of its newest checkpoint; 0 if none."""
-    if isinstance(stored, GgufFile):
-        return stored.path.stat().st_size
-    return _in_folder(stored, _bytes) or 0
-
-
-def weights_on_disk(stored: StoredModel) -> dict[str, WeightSize]:
-    """Sum up a model's weight files: elements and bytes by dtype name, the most bytes first.
-
-    The result is empty if there are no weights.
-
-    Raises:
-        WorkhorseError: a header is damaged.
-    """
-    found: dict[str, WeightSize] = defaultdict(lambda: WeightSize(0, 0))
-    for kind, numbers, size in _tensors(stored):
-        found[kind] = WeightSize(found[kind].numbers + numbers, found[kind].bytes + size)
-    return dict(sorted(found.items(), key=lambda item: -item[1].bytes))
-
-
-def _tensors(stored: StoredModel) -> list[tuple[str, int, int]]:
-    """Dtype, number of elements and bytes of each tensor."""
-    if isinstance(stored, GgufFile):
-        return [
-            (_gguf_name(one.kind), math.prod(one.shape), one.end - one.begin)
-            for one in stored.tensors
-        ]
-    return _in_folder(stored, _headers) or []
-
-
-def _headers(path: Path) -> list[tuple[str, int, int]]:
-    if not _files(path):
-        return []
-    folder = TensorFolder(path)
-    found: list[tuple[str, int, int]] = []
-    for name, dtype in folder.dtypes.items():
-        numbers = math.prod(folder.shapes[name])
-        found.append((dtype_name(dtype), numbers, numbers * dtype.itemsize))
-    return found
-
-
-def _gguf_name(kind: str) -> str:
-    return dtype_name(UNQUANTIZED[kind]) if kind in UNQUANTIZED else kind.lower()
-
-
-def _bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in _files(folder))
-
-
-def _files(folder: Path) -> list[Path]:
-    # A dangling or circular link is reported when the file is read.
-    return [file for file in folder.glob("*.safetensors") if file.is_file()]
-
-
-def _in_folder(stored: StoredModel, read: Callable[[Path], Found]) -> Found | None:
-    """Return `read(folder)` for the folder of the weights; None for a run without checkpoint."""
-    if not isinstance(stored, RunDirectory):
-        return read(stored.path)
-    store = stored.store()
-    return store.newest_folder(read) if stored.step is None else read(store.path(stored.step))

@@ -11,7 +11,8 @@ from typing import NamedTuple, cast
 import torch
 
 from workhorse.checkpoints.runs.run_directory import RunDirectory
-from workhorse.checkpoints.stored import StoredModel, WeightSize, bytes_on_disk, weights_on_disk
+from workhorse.checkpoints.sizes import WeightSize, bytes_on_disk, weights_on_disk
+from workhorse.checkpoints.stored import StoredModel
 from workhorse.devices.memory import available, check_fits, free_memory, size
 from workhorse.devices.names import dtype_name, training_dtype
 from workhorse.devices.tape import without_data

@@ -8,15 +8,12 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from workhorse.checkpoints import (
-    Places,
-    RunDirectory,
-    mapped_weights,
-)
+from workhorse.checkpoints import Places, RunDirectory, mapped_weights
 from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.checkpoints.runs.run_directory import DAMAGED_RECIPE
 from workhorse.checkpoints.stored import (
     StoredModel,
+    TrainedModel,
     add_stored_adapter,
     is_stored,
     model_name,
@@ -179,7 +176,7 @@ def is_trained_to_chat(stored: StoredModel, tokenizer: Tokenizer | None) -> bool
     recipe, chats = stored.recipe(), _data_of(stored).has_conversations
     if chats or recipe.get("init") is None or recipe.get("tokenizer", {}).get("chat"):
         return chats
-    base = RunDirectory(recipe["init"])
+    base = TrainedModel(recipe["init"])
     return not base.exists or is_trained_to_chat(base, tokenizer)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from workhorse.checkpoints import RunDirectory
 from workhorse.checkpoints.huggingface.export import huggingface_tensors
+from workhorse.checkpoints.sizes import weights_on_disk
 from workhorse.checkpoints.stored import (
     StoredModel,
     add_stored_adapter,
@@ -17,7 +18,6 @@ from workhorse.checkpoints.stored import (
     model_name,
     no_such_model,
     open_stored,
-    weights_on_disk,
 )
 from workhorse.data import DataConfig, SequenceStart, sequence_start
 from workhorse.data.documents import Document

@@ -5,12 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from workhorse.checkpoints.stored import (
-    elements_of_adapter,
-    is_stored,
-    no_such_model,
-    open_stored,
-)
+from workhorse.checkpoints.sizes import elements_of_adapter
+from workhorse.checkpoints.stored import is_stored, no_such_model, open_stored
 from workhorse.devices.memory import available, size
 from workhorse.devices.names import resolve_device, resolve_dtype
 from workhorse.errors import WorkhorseError

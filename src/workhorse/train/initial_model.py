@@ -17,8 +17,8 @@ from workhorse.checkpoints import (
     mapped_weights,
     weights_of,
 )
-from workhorse.checkpoints.adapted import AdapterConfig, Base, copy_adapter, open_base
-from workhorse.checkpoints.stored import open_stored
+from workhorse.checkpoints.adapted import AdapterConfig, Base, copy_adapter
+from workhorse.checkpoints.stored import open_base, open_stored
 from workhorse.devices.names import training_dtype
 from workhorse.execute.scoring import ScoringBody, scoring_body
 from workhorse.memory.capacity import check_training, fit_micro_batch

@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from workhorse.checkpoints.adapted import AdapterConfig, copy_adapter, load_adapted, open_base
 from workhorse.checkpoints.runs.manifest import Disk
 from workhorse.checkpoints.runs.store import Checkpoint, CheckpointStore, step_of
-from workhorse.checkpoints.tensors import Places, empty_decoder, load_weights, weights_of
 from workhorse.config.base import ConfigError, read_yaml
 from workhorse.errors import WorkhorseError
 from workhorse.files.text_formats import read_json, to_path
 from workhorse.files.writing import TEMPORARY, write_atomically
-from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.attention.kernels import KernelName
+from workhorse.nn import DecoderConfig
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -135,12 +132,7 @@ class RunDirectory:
             with a warning in `remarks` for each damaged one that is skipped.
     """
 
-    kind = "run directory"
-    family = None
-    dtype = torch.float32
     has_tokenizer = True
-    stop_tokens: tuple[int, ...] = ()
-    """Ids of the tokens that end generation. Always empty: the tokenizer's eos is used instead."""
 
     def __init__(self, path: str | Path, step: int | None = None) -> None:
         self.path = to_path(path, "a run directory is a path")
@@ -160,7 +152,7 @@ class RunDirectory:
         self._lock: FolderLock | None = None
 
     @classmethod
-    def at(cls, path: Path) -> "RunDirectory":
+    def at(cls, path: Path) -> Self:
         """The run in a folder, or the run of a checkpoint's folder."""
         step = step_of(path.absolute())
         run = cls(os.path.normpath(path / ".." / ".."), step)
@@ -358,60 +350,6 @@ class RunDirectory:
             )
         return tokenizer
 
-    def load_decoder(
-        self,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
-        kernel: KernelName = "auto",
-        places: Places = weights_of,
-    ) -> Decoder:
-        """Build the trained decoder and load its weights; see `StoredModel.load_decoder`.
-
-        If the run trained an adapter, its base is loaded too, and the decoder has the adapter.
-
-        Raises:
-            WorkhorseError: the run or checkpoint is missing, the checkpoint's config differs from
-                `config.json`, or the base of an adapter is missing or has changed.
-        """
-        config = self.config
-        weights, state = self._weights()
-        if DecoderConfig.from_dict(state["config"]) != config:
-            raise WorkhorseError(
-                f"the checkpoints in {self.path} were trained with another config than its "
-                f"{self.config_file.name}; restore the original file"
-            )
-        decoder = empty_decoder(config, kernel, device, dtype or self.dtype)
-        if "base" in state:
-            load_adapted(decoder, state, weights, places)
-        else:
-            load_weights(decoder, weights, places)
-        return decoder.eval()
-
-    def add_adapter(self, decoder: Decoder, init: str, name: str) -> None:
-        """Add the adapter that this run trained to its base, in place.
-
-        Args:
-            decoder: the base, which may have another dtype than in the run.
-            init: the model that the decoder was loaded from.
-            name: the name that the adapter gets.
-
-        Raises:
-            WorkhorseError: the run has no adapter, or the decoder is not its base.
-        """
-        weights, state = self._weights()
-        if "base" not in state:
-            raise WorkhorseError(
-                "the run trained a whole model, not an adapter; give it as the model"
-            )
-        if self.config.vocab_size > decoder.config.vocab_size:
-            raise WorkhorseError(
-                f"the run added tokens to the {decoder.config.vocab_size:,} of its base; give the "
-                "run as the model, without an adapter"
-            )
-        open_base(init, decoder.config, state["base"]["sha256"])
-        AdapterConfig.from_dict(state["recipe"]["adapter"]).adapt(decoder, seed=0, name=name)
-        copy_adapter(decoder, weights, name)
-
     @property
     def base(self) -> str | None:
         """Path or hub id of the model that the run trained an adapter for; None without one."""
@@ -427,7 +365,12 @@ class RunDirectory:
         store = self.store()
         return store.newest(notify) if self.step is None else store.load(self.step)
 
-    def _weights(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def weights(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Read the weights and the state of the checkpoint `step`, or of the newest undamaged one.
+
+        Raises:
+            WorkhorseError: there is no such checkpoint, or all checkpoints are damaged.
+        """
         store = self.store()
         if self.step is not None:
             if self.step not in store.steps():

@@ -273,7 +273,7 @@ async def jobs_of_chat(
     """
     prompts, begun = server.prompts, body.reply_tokens
     tools = tools_of(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
-    variables = prompts.variables(body.reasoning_effort, body.chat_template_kwargs)
+    variables = prompts.variables(body)
     prompt = await asyncio.to_thread(prompts.of_chat, body.messages, tools, variables)
     prompts.check(prompt, "messages")
     prompt += begun

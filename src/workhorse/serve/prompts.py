@@ -15,7 +15,7 @@ from workhorse.generate.conversation import ChatFormat, TemplateFormat, Transcri
 from workhorse.generate.options import table
 from workhorse.serve.errors import CONTEXT_EXCEEDED, bad_request
 from workhorse.serve.messages import ModelFacts
-from workhorse.serve.schema import CompletionRequest, Message, Sampling
+from workhorse.serve.schema import ChatRequest, CompletionRequest, Message, Sampling
 from workhorse.serve.tools import Tools
 from workhorse.tokenizers import ChatTemplate
 from workhorse.tokenizers.chat.reply_format import ReplyFormat
@@ -115,12 +115,8 @@ class Prompts:
                     ) from None
         return fields
 
-    def variables(self, effort: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return variables of the chat template.
-
-        Args:
-            effort: how much the model should reason; `none`: not at all.
-            given: variables by name.
+    def variables(self, body: ChatRequest) -> dict[str, Any]:
+        """Return the variables of the chat template that a request gives.
 
         Raises:
             ApiError: the template does not read a variable.
@@ -129,7 +125,7 @@ class Prompts:
         if isinstance(self._format, TemplateFormat):
             read = self._format.template.variables
         found: dict[str, Any] = {}
-        if effort is not None:
+        if (effort := body.reasoning_effort) is not None:
             values = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
             found = {name: value for name, value in values.items() if name in read}
             if not found and (effort != "none" or self.replies.reasoning):
@@ -139,13 +135,13 @@ class Prompts:
                     "reasoning_effort",
                     "not_served",
                 )
-        for name in given:
+        for name in body.chat_template_kwargs:
             if name not in read:
                 raise bad_request(
                     f"the model's chat template has no variable {name[:40]!r}; omit it",
                     "chat_template_kwargs",
                 )
-        return found | dict(given)
+        return found | body.chat_template_kwargs
 
     def format_of_reply(self, variables: Mapping[str, Any]) -> ReplyFormat:
         """Return the format of replies, if the chat template gets these variables."""

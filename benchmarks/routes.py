@@ -18,6 +18,7 @@ A server's engine runs in a thread here. The process that renders chat templates
 import argparse
 import ast
 import asyncio
+import functools
 import json
 import socket
 import sys
@@ -47,6 +48,8 @@ from workhorse.train.report.metrics import Event
 ROOT = Path(str(workhorse.__file__)).parent
 Lines = dict[str, dict[str, int]]
 """Number of lines of each function, by file."""
+STATEMENTS = ast.stmt, ast.excepthandler, ast.match_case
+"""Nodes that can contain functions."""
 MODEL = {
     "d_model": 64,
     "n_layers": 2,
@@ -111,7 +114,8 @@ def _of(path: Path, firsts: set[int]) -> dict[str, int]:
         """Return the number of lines that are counted within a node."""
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             inside = f"{inside}.{node.name}"
-        counted = sum(look(child, inside) for child in ast.iter_child_nodes(node))
+        children = (node for node in ast.iter_child_nodes(node) if isinstance(node, STATEMENTS))
+        counted = sum(look(child, inside) for child in children)
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             return counted
         first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
@@ -122,8 +126,13 @@ def _of(path: Path, firsts: set[int]) -> dict[str, int]:
         found[inside.removeprefix(".")] = whole - counted
         return whole
 
-    look(ast.parse(path.read_text("utf-8")), "")
+    look(_parsed(path), "")
     return found
+
+
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
 
 
 def batch(execution: Execution) -> Lines:
@@ -156,12 +165,21 @@ def batch(execution: Execution) -> Lines:
 
 def generate(execution: Execution) -> Lines:
     """Functions of a call of `generate` on a loaded model."""
-    model = workhorse.load("gpt2", execution=execution, notify=lambda _: None)
-    config = GenerationConfig(max_new_tokens=4, temperature=0)
-    model.generate("some words", config)
-    with Trace() as trace:
-        model.generate("other words", config)
-    return trace.lines()
+    from workhorse.models import preset
+    from workhorse.nn import DecoderConfig
+    from workhorse.tokenizers import BytesConfig, train_tokenizer
+
+    tokenizer = train_tokenizer(BytesConfig(), [])
+    smaller = {"vocab_size": tokenizer.vocab_size, "d_model": 48, "n_layers": 2}
+    decoder = DecoderConfig.from_dict({**preset("gpt2").to_dict(), **smaller}).build()
+    with tempfile.TemporaryDirectory() as folder:
+        stored = workhorse.save(decoder, Path(folder) / "model", tokenizer=tokenizer)
+        model = workhorse.load(stored, execution=execution, notify=lambda _: None)
+        config = GenerationConfig(max_new_tokens=4, temperature=0)
+        model.generate("some words", config)
+        with Trace() as trace:
+            model.generate("other words", config)
+        return trace.lines()
 
 
 def _recipe(data: dict[str, Any], **train: Any) -> Recipe:

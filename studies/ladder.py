@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from studies.command import errors_in_one_line, parser
-from workhorse.config.dial import TOKENS_PER_PARAMETER, recipe_of_depth
 from workhorse.config.overrides import apply_overrides
 from workhorse.files.writing import write_atomically
 from workhorse.plan.subject import Parametric
 from workhorse.scaling import fit_laws, point_of, read_points
 from workhorse.scaling.law import check_points
 from workhorse.train import Event, Recipe, train
+from workhorse.train.recipe.depth import TOKENS_PER_PARAMETER, recipe_of_depth
 
 SEQ, STEP_TOKENS = 256, 2048
 SAME = ("tokenizer.vocab_size=4096", f"train.seq_len={SEQ}", "train.samples=null")

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from workhorse.config.base import Config, ConfigError, read_yaml
-from workhorse.config.dial import is_on_dial, read_recipe
 from workhorse.errors import WorkhorseError, nearest, shown
+from workhorse.train.recipe.depth import is_on_dial, read_recipe
 
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]

@@ -16,7 +16,6 @@ from workhorse.checkpoints import RunDirectory
 from workhorse.checkpoints.adapted import AdapterConfig
 from workhorse.checkpoints.stored import is_stored, no_such_model, open_stored
 from workhorse.config.base import ConfigError
-from workhorse.config.dial import is_on_dial, read_recipe
 from workhorse.config.overrides import apply_overrides
 from workhorse.memory.step_memory import PlannedStep
 from workhorse.models import find_preset, preset_names
@@ -25,6 +24,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.train import Recipe, override_recipe, with_init
 from workhorse.train.dry_run import vocab_size_of
+from workhorse.train.recipe.depth import is_on_dial, read_recipe
 from workhorse.train.recipe.training import TrainConfig
 
 PF_DAY = 1e15 * 24 * 3600

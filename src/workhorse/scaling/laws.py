@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from workhorse.checkpoints import RunDirectory
-from workhorse.config.dial import read_recipe
 from workhorse.config.errors import LARGEST, as_written
 from workhorse.errors import WorkhorseError
 from workhorse.models.describe import FLOPS_PER_PARAMETER, flops_per_token
@@ -25,6 +24,7 @@ from workhorse.scaling.law import (
 )
 from workhorse.train import Recipe, read_metrics, with_init
 from workhorse.train.dry_run import vocab_size_of
+from workhorse.train.recipe.depth import read_recipe
 
 DECAYED = 0.5
 """Maximum learning rate at the end of a run, as a fraction of its base learning rate. The loss of a

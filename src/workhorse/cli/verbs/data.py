@@ -120,9 +120,9 @@ def _prepared(
     path: Path, overrides: tuple[str, ...], out: Path | None
 ) -> "tuple[Recipe, Tokenizer, Dataset]":
     from workhorse.checkpoints import RunDirectory
-    from workhorse.config.dial import read_recipe
     from workhorse.data import prepare, prepare_tokenizer
     from workhorse.train import Recipe, override_recipe, with_init
+    from workhorse.train.recipe.depth import read_recipe
 
     if path.is_dir():
         path, out = recipe_of_run(path), out or path

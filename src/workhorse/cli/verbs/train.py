@@ -177,8 +177,8 @@ def _read(
     With `resume`, the model that the run was initialized from is not needed. `parallel.data` is
     adapted to `workers`, the number of processes, unless it is None.
     """
-    from workhorse.config.dial import read_recipe
     from workhorse.models import preset_names
+    from workhorse.train.recipe.depth import read_recipe
 
     if str(file) in preset_names() and not file.exists():
         raise WorkhorseError(

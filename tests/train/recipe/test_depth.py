@@ -11,13 +11,13 @@ from torch import nn
 from workhorse.cli.main import main
 from workhorse.compare import read_study
 from workhorse.config.base import read_yaml
-from workhorse.config.dial import DEEPEST, read_recipe, recipe_of_depth
 from workhorse.errors import WorkhorseError
 from workhorse.models.describe import flops_per_token
 from workhorse.train import Recipe
 from workhorse.train.dry_run import vocab_size_of
+from workhorse.train.recipe.depth import DEEPEST, read_recipe, recipe_of_depth
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def sizes(depth: int) -> dict[str, float]:

@@ -180,16 +180,16 @@ def test_mistakes() -> None:
         ablate(decoder, CLEAN, metric, by="resample")
     with pytest.raises(WorkhorseError, match=r"'layers\.9' is not one of"):
         ablate(decoder, CLEAN, metric, names=["layers.9"])
-    wrong: Any = "something"
-    with pytest.raises(WorkhorseError, match="by='something'; choose one of zero, mean, resample"):
+    wrong: Any = "nope"
+    with pytest.raises(WorkhorseError, match="by='nope' is unknown; choose zero, mean, resample"):
         ablate(decoder, CLEAN, metric, by=wrong)
-    with pytest.raises(WorkhorseError, match="parts='something'; choose one of sublayers, heads"):
+    with pytest.raises(WorkhorseError, match="parts='nope' is unknown; choose sublayers, heads"):
         ablate(decoder, CLEAN, metric, parts=wrong)
-    with pytest.raises(WorkhorseError, match="method='something'; choose one of exact, gradient"):
+    with pytest.raises(WorkhorseError, match="method='nope' is unknown; choose exact, gradient"):
         edge_scores(decoder, CLEAN, CORRUPT, metric, method=wrong)
     with pytest.raises(WorkhorseError, match="kinds='x' is not a list"):
         patch(decoder, CLEAN, CORRUPT, metric, kinds="x")
-    with pytest.raises(WorkhorseError, match="receivers='something'; give a list of Place"):
+    with pytest.raises(WorkhorseError, match="receivers='nope'; give a list of Place"):
         patch_path(decoder, CLEAN, CORRUPT, metric, source=LOGITS, receivers=wrong)
     with pytest.raises(WorkhorseError, match="hook_z is a name of TransformerLens; give ours"):
         Place("blocks.0.attn.hook_z", 1)

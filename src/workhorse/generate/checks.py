@@ -1,10 +1,9 @@
 """Checks of the arguments of a generation, and streaming of its tokens as text."""
 
-import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from numbers import Integral
 from typing import Any, Protocol, cast
 
+from workhorse.config.arguments import token_ids
 from workhorse.errors import WorkhorseError, shown
 from workhorse.execute.backend import Backend, backend_of
 from workhorse.generate.config import GenerationConfig
@@ -193,41 +192,6 @@ def check_prompts(
     rule, remedy = "a prompt is a sequence of token ids", "give one list of integers per prompt"
     ids = (token_ids(prompt, rule, remedy) for prompt in prompts)
     return [_fit(prompt, decoder.max_seq_len, usable, config, fix) for prompt in ids]
-
-
-def token_ids(tokens: object, rule: str, remedy: str) -> list[int]:
-    """Convert token ids to a list of Python ints.
-
-    Args:
-        tokens: a list of integers, or a tensor or array of one dimension.
-        rule: the beginning of the error message, which states the expected type.
-        remedy: the end of the error message.
-
-    Raises:
-        WorkhorseError: `tokens` is not a sequence of integers.
-    """
-    try:
-        if isinstance(tokens, str | bytes | bytearray | set | frozenset | dict):
-            raise TypeError
-        ids = list(cast(Iterable[Any], tokens))
-        if any(isinstance(token, bool) or getattr(token, "ndim", 0) for token in ids):
-            raise TypeError
-        return [operator.index(token) for token in ids]
-    except (TypeError, RuntimeError):  # RuntimeError: a tensor on the meta device
-        raise WorkhorseError(f"{rule}, not {shown(tokens)}; {remedy}") from None
-
-
-def whole(name: str, value: object, least: int) -> int:
-    """Check the integer option `name`, and return its value as a Python int.
-
-    Raises:
-        WorkhorseError: the value is not an integer, or is less than `least`.
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise WorkhorseError(
-            f"{name}={shown(value)} is out of range; give an integer of {least} or more"
-        )
-    return int(value)
 
 
 def check_functions(name: str, functions: object) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from workhorse.config.arguments import integer
 from workhorse.errors import WorkhorseError
 from workhorse.execute.backend import Backend
 from workhorse.generate.beam import beam_search
@@ -12,7 +13,6 @@ from workhorse.generate.checks import (
     checked_config,
     checked_models,
     prompt_list,
-    whole,
 )
 from workhorse.generate.config import Completion, Delta, GenerationConfig
 from workhorse.generate.engine import Engine
@@ -93,7 +93,7 @@ def stream(
             which cannot emit tokens one by one.
     """
     config = checked_config(config).with_seed()
-    batch_size = whole("batch_size", batch_size, 1)
+    batch_size = integer("batch_size", batch_size, 1)
     backend, draft = checked_models(decoder, draft, tokenizer)
     if config.beams > 1:
         raise WorkhorseError(
@@ -133,7 +133,7 @@ def _searched(
     batch_size: int,
 ) -> list[Completion]:
     """Return the best completion of each prompt by beam search."""
-    batch_size = whole("batch_size", batch_size, 1)
+    batch_size = integer("batch_size", batch_size, 1)
     backend, draft = checked_models(decoder, draft, tokenizer)
     check_draft(backend, draft, config.speculate, tokenizer)
     check_prompts(backend.decoder, prompts, config, tokenizer)

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from workhorse.config.arguments import integer
 from workhorse.errors import WorkhorseError, nearest, shown
 from workhorse.execute.backend import Backend
 from workhorse.generate.checks import (
@@ -25,7 +26,6 @@ from workhorse.generate.checks import (
     checked_config,
     checked_models,
     usable_vocab,
-    whole,
 )
 from workhorse.generate.config import Delta, GenerationConfig
 from workhorse.generate.limits import Limits, Load
@@ -235,7 +235,7 @@ class Engine:
         Raises:
             WorkhorseError: no completion has this index.
         """
-        if whole("index", index, 0) >= self._added:
+        if integer("index", index, 0) >= self._added:
             raise WorkhorseError(
                 f"index={index} is not the index of a completion; give one that `add` returned"
             )

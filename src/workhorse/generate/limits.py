@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
+from workhorse.config.arguments import integer
 from workhorse.errors import WorkhorseError
 from workhorse.execute.backend import Backend
-from workhorse.generate.checks import check_exact, whole
+from workhorse.generate.checks import check_exact
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.runner import tokens_needed
 from workhorse.generate.sequence import PIECE
@@ -57,12 +58,12 @@ class Limits:
         has_draft: bool,
     ) -> Self:
         """Check an engine's arguments, and replace None by the defaults."""
-        sequences = whole("max_sequences", max_sequences, 1)
-        speculate = whole("speculate", speculate, 0)
+        sequences = integer("max_sequences", max_sequences, 1)
+        speculate = integer("speculate", speculate, 0)
         least = sequences * (1 + speculate)
         if token_budget is None:
             token_budget = max(TOKEN_BUDGET, least)
-        budget = whole("token_budget", token_budget, 1)
+        budget = integer("token_budget", token_budget, 1)
         if budget < least:
             raise WorkhorseError(
                 f"token_budget={budget} is too small for one token and speculate={speculate} "
@@ -71,7 +72,7 @@ class Limits:
             )
         tokens = sequences * (context + speculate)
         if max_tokens is not None:
-            tokens = whole("max_tokens", max_tokens, 1)
+            tokens = integer("max_tokens", max_tokens, 1)
         return cls(context, sequences, speculate, budget, tokens, has_draft)
 
     def check(

@@ -17,9 +17,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from workhorse.config.arguments import check_choice, token_ids
 from workhorse.errors import WorkhorseError, shown
-from workhorse.generate.checks import token_ids
-from workhorse.inspect.trace import Edits, Trace, Tracer, check_choice, check_reference
+from workhorse.inspect.trace import Edits, Trace, Tracer, check_reference
 from workhorse.nn import Decoder
 from workhorse.nn.norms import Norm, norm_facts
 from workhorse.transforms.record import transforms_of

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from workhorse.config.arguments import check_choice, integer
 from workhorse.errors import WorkhorseError, shown
-from workhorse.generate.checks import whole
 from workhorse.inspect.attribution import gates_of, leaves_of
 from workhorse.inspect.interventions import (
     Metric,
@@ -20,7 +20,7 @@ from workhorse.inspect.interventions import (
     value_of,
     writer,
 )
-from workhorse.inspect.trace import Trace, Tracer, check_choice
+from workhorse.inspect.trace import Trace, Tracer
 from workhorse.nn import Decoder
 
 Method = Literal["exact", "gradient"]
@@ -44,7 +44,7 @@ class Edges:
     def strongest(self, top: int) -> list[tuple[Place, Place, float]]:
         """The edges with the largest absolute scores, the largest first."""
         order = self.scores.abs().nan_to_num(-1).flatten().argsort(descending=True)
-        order = order[: whole("top", top, 0)]
+        order = order[: integer("top", top, 0)]
         pairs = [divmod(int(place), len(self.receivers)) for place in order]
         return [
             (self.sources[s], self.receivers[r], self.scores[s, r].item())

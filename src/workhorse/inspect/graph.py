@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from workhorse.config.arguments import integer
 from workhorse.errors import WorkhorseError
-from workhorse.generate.checks import whole
 from workhorse.inspect.attribution import (
     NEURONS,
     LinearTracer,
@@ -208,7 +208,7 @@ def attribution_graph(
         WorkhorseError: see `trace`; a logit is infinite or NaN; there is more than one sequence; or
             an argument is out of range.
     """
-    n_features, n_logits = whole("n_features", n_features, 0), whole("n_logits", n_logits, 1)
+    n_features, n_logits = integer("n_features", n_features, 0), integer("n_logits", n_logits, 1)
     sources = [name for name in leaves_of(decoder, "neurons") if "feed_forward" in name]
     fixed = ["layers.*.attention.kernel.weights", *gates_of(decoder)]
     linear = LinearTracer(decoder, sources, fixed)

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from workhorse.config.arguments import integer
 from workhorse.errors import WorkhorseError
-from workhorse.generate.checks import whole
 from workhorse.inspect.trace import Trace, Tracer
 from workhorse.nn import Decoder
 
@@ -50,8 +50,8 @@ def repeated_tokens(
         seed: seed of the random tokens.
         start: a token to put before every sequence, or None.
     """
-    vocab_size, length = whole("vocab_size", vocab_size, 1), whole("length", length, 1)
-    batch = whole("batch", batch, 1)
+    vocab_size, length = integer("vocab_size", vocab_size, 1), integer("length", length, 1)
+    batch = integer("batch", batch, 1)
     random = torch.Generator().manual_seed(seed)
     order = torch.rand(batch, vocab_size, generator=random).argsort(-1)
     if length > vocab_size:

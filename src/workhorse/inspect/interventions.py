@@ -12,9 +12,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from workhorse.config.arguments import check_choice
 from workhorse.errors import WorkhorseError, shown
 from workhorse.inspect.attribution import Parts, leaves_of
-from workhorse.inspect.trace import Edits, Trace, Tracer, as_batch, check_choice
+from workhorse.inspect.trace import Edits, Trace, Tracer, as_batch
 from workhorse.nn import Decoder
 
 Metric = Callable[[Tensor], Tensor]

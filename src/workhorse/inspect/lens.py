@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from workhorse.config.arguments import integer, token_ids
 from workhorse.errors import WorkhorseError
-from workhorse.generate.checks import token_ids, whole
 from workhorse.inspect.trace import Trace
 from workhorse.nn import Decoder
 from workhorse.nn.logprobs import log_probabilities
@@ -72,7 +72,7 @@ def logit_lens(decoder: Decoder, run: Trace, top: int = 5) -> Lens:
     Raises:
         WorkhorseError: a stream was not kept; or `top` is negative.
     """
-    names, top = streams(decoder), whole("top", top, 0)
+    names, top = streams(decoder), integer("top", top, 0)
     own = run.logits.argmax(-1, keepdim=True)
     rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for name in names:  # one at a time: all logits together may not fit into memory
@@ -130,5 +130,5 @@ def neighbours(decoder: Decoder, token: int, top: int = 10) -> tuple[Tensor, Ten
     table = torch.nn.functional.normalize(decoder.embedding.tokens.weight.float(), dim=-1)
     cosines = table @ table[token]
     cosines[token] = -torch.inf
-    best = cosines.topk(min(whole("top", top, 0), vocab - 1))
+    best = cosines.topk(min(integer("top", top, 0), vocab - 1))
     return best.indices, best.values

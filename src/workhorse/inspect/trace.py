@@ -258,12 +258,6 @@ def check_reference(decoder: Decoder) -> None:
         )
 
 
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise an error if the value of an argument is not one of its choices."""
-    if value not in choices:
-        raise WorkhorseError(f"{name}={shown(value)}; choose one of {', '.join(choices)}")
-
-
 def as_batch(tokens: Tensor | Sequence[int], decoder: Decoder) -> Tensor:
     """Token ids as a tensor (batch, seq) on the decoder's device.
 

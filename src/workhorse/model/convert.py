@@ -15,10 +15,10 @@ from workhorse.checkpoints.model_folder import check_new, write_model
 from workhorse.checkpoints.peft import write_peft
 from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.stored import is_stored, model_name, open_stored
+from workhorse.config.arguments import token_ids
 from workhorse.devices.names import dtype_name
 from workhorse.errors import WorkhorseError, shown, warn_caller
 from workhorse.files.text_formats import to_path
-from workhorse.generate.checks import token_ids
 from workhorse.model.load import check_callback, load
 from workhorse.model.model import Model
 from workhorse.models import preset, preset_names

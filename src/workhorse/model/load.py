@@ -20,6 +20,7 @@ from workhorse.checkpoints.stored import (
     no_such_model,
     open_stored,
 )
+from workhorse.config.arguments import check_choice
 from workhorse.config.base import ConfigError
 from workhorse.data import DataConfig
 from workhorse.devices.names import resolve_device, resolve_dtype
@@ -88,9 +89,7 @@ def load(
         ("quantize", quantize, get_args(Quantization)),
         ("execution", execution, EXECUTIONS),
     ):
-        if not isinstance(value, str) or value not in known:
-            choices = ", ".join(map(str, known))
-            raise WorkhorseError(f"{option}={shown(value)} is unknown; choose {choices}")
+        check_choice(option, value, known)
     if not isinstance(exact, bool):
         raise WorkhorseError(f"exact={shown(exact)} is not a bool; give True or False")
     check_callback(notify)

@@ -19,6 +19,7 @@ from workhorse.checkpoints.stored import (
     no_such_model,
     open_stored,
 )
+from workhorse.config.arguments import token_ids
 from workhorse.data import DataConfig, SequenceStart, sequence_start
 from workhorse.data.documents import Document
 from workhorse.devices.memory import size
@@ -29,7 +30,6 @@ from workhorse.execute.body import Execution, sharing_copy
 from workhorse.execute.choose import decoding_backend
 from workhorse.files.text_formats import to_path
 from workhorse.generate import Completion, Delta, GenerationConfig, generate, stream
-from workhorse.generate.checks import token_ids
 from workhorse.generate.conversation import (
     ChatFormat,
     Conversation,

@@ -299,3 +299,15 @@ def test_prompt_logprobs_are_those_of_a_forward_pass(make_decoder, room):
         assert [one.logprob for one in first[index]] == pytest.approx(of_tokens.tolist(), abs=1e-6)
         best = expected.topk(3).indices.tolist()
         assert [[token for token, _ in one.top] for one in first[index]] == best
+
+
+def test_a_sample_takes_over_a_prompt_with_its_logprobs(make_decoder):
+    """The first sample is cancelled when a part of the prompt has been processed."""
+    engine = Engine(make_decoder(), max_sequences=4, token_budget=7)
+    prompt = [n % 17 for n in range(16)]
+    first, second = engine.add(prompt, GenerationConfig(n_samples=2, seed=0, prompt_logprobs=0))
+    assert engine.step() == []
+    engine.cancel(first)
+    delta, *_ = [delta for _ in range(3) for delta in engine.step()]
+    assert delta.index == second
+    assert [one.token for one in delta.prompt_logprobs] == prompt[1:]

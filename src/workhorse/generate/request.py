@@ -131,6 +131,7 @@ class Request:
         """Return the next sample of the prompt; it takes over the sequence and the others."""
         heir, *others = self.copies
         heir.begin(self.sequence, others)
+        heir.scores = self.scores
         return heir
 
     def start_over(self, cache: PagedCache) -> None:

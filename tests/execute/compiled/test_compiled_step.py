@@ -39,8 +39,21 @@ def _compiler() -> None:
 @pytest.fixture(scope="module")
 def folder(_compiler: None, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     """A folder with the program for one sequence, compiled once for all test processes."""
-    own = tmp_path_factory.getbasetemp()
-    shared = (own if worker_id == "master" else own.parent) / "programs"
+    return _programs("programs", tmp_path_factory, worker_id)
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The same folder, but the program calls PyTorch's operators: no C++ is compiled."""
+    whole = torch.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda f, **_: whole(f, fullgraph=True, backend="eager"))
+        return _programs("traced", tmp_path_factory, worker_id)
+
+
+def _programs(name: str, factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    own = factory.getbasetemp()
+    shared = (own if worker_id == "master" else own.parent) / name
     with FileLock(f"{shared}.lock"):
         texts(compiled(make(), shared), 1, 60)
     return shared
@@ -108,9 +121,9 @@ def test_a_kept_program_is_read_and_a_damaged_one_is_made_again(
 
 @pytest.mark.parametrize("what", ["sources_digest", "used"])
 def test_a_program_of_other_operators_is_not_read(
-    copied: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    traced: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    kept = set(copied.iterdir())
+    kept = set(traced.iterdir())
     monkeypatch.setattr(compiled_step, what, lambda: "another")
     asked: list[object] = []
 
@@ -120,15 +133,15 @@ def test_a_program_of_other_operators_is_not_read(
 
     monkeypatch.setattr(compiled_step, "compile_step", compile_step)
     with pytest.raises(WorkhorseError, match="not compiled in this test"):
-        texts(compiled(make(), copied), 1, 4)
+        texts(compiled(make(), traced), 1, 4)
     assert len(asked) == 1
-    assert set(copied.iterdir()) == kept
+    assert set(traced.iterdir()) == kept
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_keeping(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    traced: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = compiled(make(), folder)
+    known = compiled(make(), traced)
     texts(known, 1, 4)
     assert isinstance(known.step, CompiledStep)
     (program,) = known.step.programs.values()

@@ -35,6 +35,7 @@ import torch
 import workhorse
 from workhorse.execute.body import EXECUTIONS, Execution
 from workhorse.generate import Engine, GenerationConfig
+from workhorse.run import train
 from workhorse.serve.app import create_app
 from workhorse.serve.engine_client import EngineClient
 from workhorse.serve.engine_process import Worker, build
@@ -42,7 +43,7 @@ from workhorse.serve.gate import Limits
 from workhorse.serve.messages import ModelFacts
 from workhorse.serve.metrics import Metrics
 from workhorse.serve.settings import EngineSettings
-from workhorse.train import Recipe, train
+from workhorse.train import Recipe
 from workhorse.train.report.metrics import Event
 
 ROOT = Path(str(workhorse.__file__)).parent

@@ -19,9 +19,10 @@ from studies.command import errors_in_one_line, parser
 from workhorse.config.overrides import apply_overrides
 from workhorse.files.writing import write_atomically
 from workhorse.plan.subject import Parametric
+from workhorse.run import train
 from workhorse.scaling import fit_laws, point_of, read_points
 from workhorse.scaling.law import check_points
-from workhorse.train import Event, Recipe, train
+from workhorse.train import Event, Recipe
 from workhorse.train.recipe.depth import TOKENS_PER_PARAMETER, recipe_of_depth
 
 SEQ, STEP_TOKENS = 256, 2048

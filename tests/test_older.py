@@ -15,7 +15,8 @@ import torch
 import yaml
 
 import workhorse
-from workhorse.train import Recipe, override_recipe, train
+from workhorse.run import train
+from workhorse.train import Recipe, override_recipe
 
 OLDER = Path(__file__).with_name("older.json")
 GREEDY = (244, 131, 198, 46, 10, 225, 107, 175, 76)

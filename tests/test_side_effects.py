@@ -32,7 +32,8 @@ def state():
 
 before = state()
 import workhorse
-from workhorse.train import Recipe, train
+from workhorse.run import train
+from workhorse.train import Recipe
 
 seen = []
 recipe = Recipe.from_dict({

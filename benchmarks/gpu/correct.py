@@ -23,7 +23,8 @@ from benchmarks.gpu.block import Check, Figures, Setting
 from benchmarks.harness.shapes import TRAINING
 from workhorse.models.huggingface import MODEL_TYPES
 from workhorse.nn import Decoder
-from workhorse.train import Event, Recipe, train
+from workhorse.run import train
+from workhorse.train import Event, Recipe
 
 FLOAT32, BFLOAT16 = 1e-5, 1.2
 """Bounds of the tests. The first is the largest difference relative to the logits' scale; the

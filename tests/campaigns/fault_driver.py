@@ -10,7 +10,8 @@ from workhorse.checkpoints import CheckpointStore, Disk, RunDirectory
 from workhorse.config.base import read_yaml
 from workhorse.config.overrides import apply_overrides
 from workhorse.files.safetensors import Slices
-from workhorse.train import Recipe, train, with_init
+from workhorse.run import train
+from workhorse.train import Recipe, with_init
 
 POINTS = (
     "before the folder is made",

@@ -19,7 +19,8 @@ import yaml
 from tests.campaigns.fault_driver import POINTS
 from tests.parallel.runs import GATED, MIXTURE, fields, state_of
 from workhorse.checkpoints import CheckpointStore
-from workhorse.train import Recipe, train
+from workhorse.run import train
+from workhorse.train import Recipe
 
 pytestmark = pytest.mark.campaign
 

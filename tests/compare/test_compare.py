@@ -27,7 +27,8 @@ from workhorse.errors import WorkhorseError
 from workhorse.evaluate import evaluate
 from workhorse.memory.step_memory import PlannedStep
 from workhorse.model.load import load
-from workhorse.train import Event, Recipe, StopSignals, read_metrics, train
+from workhorse.run import train
+from workhorse.train import Event, Recipe, StopSignals, read_metrics
 
 CPU = torch.device("cpu")
 Finished = tuple[Study, Comparison]

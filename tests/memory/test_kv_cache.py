@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.nn.grid import CAUSAL, make, random_tokens
-from workhorse.memory.capacity import LayerCache, cache_bytes, cache_of_layers
+from workhorse.memory.model_memory import LayerCache, cache_bytes, cache_of_layers
 from workhorse.models import preset
 from workhorse.nn.cache.paged import BLOCK
 from workhorse.nn.cache.paged_view import PagedView

@@ -9,7 +9,7 @@ import torch
 import workhorse
 from workhorse.checkpoints.stored import open_stored
 from workhorse.errors import WorkhorseError
-from workhorse.memory.capacity import check_stored
+from workhorse.memory.model_memory import check_stored
 from workhorse.model.convert import convert
 
 

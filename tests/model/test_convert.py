@@ -17,13 +17,14 @@ from workhorse.cli.main import main
 from workhorse.config.base import read_yaml
 from workhorse.errors import WorkhorseError
 from workhorse.model.convert import Format, convert
+from workhorse.run import train
 from workhorse.tokenizers import (
     BytesConfig,
     SpecialTokensConfig,
     WordsConfig,
     train_tokenizer,
 )
-from workhorse.train import Recipe, train, with_init
+from workhorse.train import Recipe, with_init
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 WITH_CONVOLUTIONS = next(file for file in RECIPES if file.stem == "shakespeare-char")

@@ -14,10 +14,11 @@ from workhorse.config.base import read_yaml
 from workhorse.errors import WorkhorseError
 from workhorse.model.convert import ADAPTERS, DTypeName, Format, convert
 from workhorse.model.model import describe
+from workhorse.run import train
 from workhorse.tokenizers import (
     load_tokenizer,
 )
-from workhorse.train import Recipe, train
+from workhorse.train import Recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "stdlib-small.yaml"
 MODELS: list[Format] = [one for one in get_args(Format) if one not in ADAPTERS]

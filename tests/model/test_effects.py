@@ -21,7 +21,8 @@ def kept():
 
 before = facts()
 import workhorse
-from workhorse.train import Recipe, train
+from workhorse.run import train
+from workhorse.train import Recipe
 from workhorse.memory.step_memory import PlannedStep, step_memory
 
 states = []

@@ -17,8 +17,9 @@ from workhorse.model.load import load
 from workhorse.model.merge import MergeRecipe, Parts, merge
 from workhorse.model.model import Model
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.run import train
 from workhorse.tokenizers import BytesConfig, Tokenizer, train_tokenizer
-from workhorse.train import Recipe, train
+from workhorse.train import Recipe
 from workhorse.transforms.adapters import add_adapter
 from workhorse.transforms.lora import LoraConfig
 

@@ -18,7 +18,7 @@ FORKS.set_forkserver_preload(
         "torch._dynamo",
         "torch.distributed.fsdp",
         "workhorse.cli.train_progress",
-        "workhorse.train",
+        "workhorse.run",
     ]
 )
 

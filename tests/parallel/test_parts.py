@@ -15,7 +15,8 @@ from workhorse.checkpoints import RunDirectory
 from workhorse.config.base import ConfigError
 from workhorse.parallel.config import DIVIDED, ParallelismConfig
 from workhorse.parallel.division.teams import part_of_model
-from workhorse.train import Recipe, read_metrics, train
+from workhorse.run import train
+from workhorse.train import Recipe, read_metrics
 
 
 def test_two_processes_pass_as_one(tmp_path: Path) -> None:

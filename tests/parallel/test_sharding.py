@@ -12,7 +12,8 @@ from tests.parallel.runs import MIXTURE, fields, state_of, steps_of
 from workhorse.checkpoints import RunDirectory
 from workhorse.errors import WorkhorseError
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.train import Recipe, read_metrics, train
+from workhorse.run import train
+from workhorse.train import Recipe, read_metrics
 
 
 def divisible(folder: Path, feed_forward: dict[str, Any], **settings: Any) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from tests.parallel import forked
 from tests.parallel.runs import GATED, MIXTURE, begun, fields, run, state_of, steps_of
 from workhorse.errors import WorkhorseError
 from workhorse.parallel.processes import environment
-from workhorse.train import Recipe, read_metrics, train
+from workhorse.run import train
+from workhorse.train import Recipe, read_metrics
 
 
 def test_any_number_of_workers_gives_the_same_bits(tmp_path: Path) -> None:

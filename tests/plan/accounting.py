@@ -27,7 +27,7 @@ from tests.nn.grid import COVERING
 from tests.parity.all_cases import ALL
 from tests.plan import measure
 from tests.plan.measure import CPU
-from workhorse.memory.capacity import cache_of_layers
+from workhorse.memory.model_memory import cache_of_layers
 from workhorse.memory.step_memory import PlannedStep, step_memory
 from workhorse.models.describe import count_parameters, forward_flops
 from workhorse.models.huggingface import Fields, family

@@ -10,8 +10,9 @@ import pytest
 from tests.compare.conftest import study_fields
 from workhorse.cli.main import main
 from workhorse.errors import WorkhorseError
+from workhorse.run import train
 from workhorse.scaling import fit_laws, point_of, read_points
-from workhorse.train import Recipe, read_metrics, train, with_init
+from workhorse.train import Recipe, read_metrics, with_init
 
 STEPS = (2, 4, 6, 9, 14)
 

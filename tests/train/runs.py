@@ -11,7 +11,8 @@ import torch
 from workhorse.checkpoints import CheckpointStore
 from workhorse.checkpoints.runs.manifest import manifest_of
 from workhorse.errors import WorkhorseError
-from workhorse.train import Recipe, read_metrics, train
+from workhorse.run import train
+from workhorse.train import Recipe, read_metrics
 
 
 def step_losses(out: Path) -> list[tuple[int, float]]:

@@ -21,9 +21,10 @@ from workhorse.memory.step_memory import PlannedStep, step_memory
 from workhorse.model.load import load
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.plan import plan
+from workhorse.run import train
+from workhorse.run.dry_run import estimate
 from workhorse.tokenizers import BytesConfig, train_tokenizer
-from workhorse.train import Recipe, train, with_init
-from workhorse.train.dry_run import estimate
+from workhorse.train import Recipe, with_init
 from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.step.build import build_step
 from workhorse.transforms.adapters import adapted_layers, adapter_parameters, disabled

@@ -19,7 +19,8 @@ from workhorse.nn.experts.router import Router, Routing
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import build_optimizer, parameters_by_role
 from workhorse.optim.muon import MuonConfig
-from workhorse.train import Recipe, train
+from workhorse.run import train
+from workhorse.train import Recipe
 from workhorse.train.objectives.balance import Balanced, Balancer, imbalance, loads_of
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.step.step import LossScale, Precision, TrainingStep

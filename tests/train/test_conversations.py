@@ -20,10 +20,11 @@ from workhorse.data import Batch, Batches, Dataset, prepare, prepare_tokenizer
 from workhorse.data.sources import describe_sources
 from workhorse.errors import WorkhorseError
 from workhorse.nn import IGNORE, DecoderConfig
+from workhorse.run import train
 from workhorse.tokenizers import Tokenizer
 from workhorse.tokenizers.chat.template import DEFAULT_TEMPLATE, with_template
 from workhorse.tokenizers.config import BytesConfig
-from workhorse.train import Recipe, read_metrics, train, with_init
+from workhorse.train import Recipe, read_metrics, with_init
 from workhorse.train.objectives.next_token import NextToken
 
 Make = Callable[..., Recipe]

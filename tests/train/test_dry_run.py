@@ -11,7 +11,8 @@ import torch
 from tests.parallel.runs import GATED, fields
 from workhorse.memory.device_memory import device_memory
 from workhorse.memory.step_memory import PlannedStep
-from workhorse.train import Recipe, dry_run, estimate, recipe_warnings, train
+from workhorse.run import dry_run, estimate, recipe_warnings, train
+from workhorse.train import Recipe
 
 FIGURES = ("parameters", "micro_batch_size", "tokens", "exports_as")
 
@@ -48,7 +49,7 @@ def test_a_taken_folder_is_refused_where_given_and_else_told(
 def test_the_time_is_that_of_the_steps_that_are_left(
     make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module("workhorse.train.dry_run")
+    module = importlib.import_module("workhorse.run.dry_run")
     monkeypatch.setattr(module, "time_steps", lambda *_, **__: 1.5)
     train(make_recipe(steps=1), tmp_path / "run")
     for steps, left in ((1, 0.0), (3, 3.0)):
@@ -64,7 +65,7 @@ def test_each_of_several_processes_has_its_share_of_the_memory(
     written = fields(tmp_path, GATED, batch_size=8)
     one = estimate(Recipe.from_dict({**written, "parallel": {}}))
     divided = Recipe.from_dict({**written, "parallel": {"shard": 2, "data": 2}})
-    module = importlib.import_module("workhorse.train.dry_run")
+    module = importlib.import_module("workhorse.run.dry_run")
     monkeypatch.setattr(module, "available", lambda _: 1000)
     found = estimate(divided)
     config = divided.decoder_config(257)

@@ -12,7 +12,8 @@ from tests.train.test_balance import MIXED, recipe_of
 from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
 from workhorse.plan import plan
-from workhorse.train import Recipe, estimate, train, with_init
+from workhorse.run import estimate, train
+from workhorse.train import Recipe, with_init
 from workhorse.train.step.build import build_step
 
 SPECIAL = {"bos": None, "eos": None, "pad": None, "chat": []}
@@ -133,9 +134,7 @@ def test_a_dry_run_has_the_account_of_a_plan(make_recipe, tmp_path: Path, packin
 def test_what_does_not_fit_is_told_and_not_timed(
     make_recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module(
-        "workhorse.train.dry_run"
-    )  # `train` has a function of its name
+    module = importlib.import_module("workhorse.run.dry_run")  # `train` has a function of its name
     monkeypatch.setattr(module, "available", lambda device: 2**16)
     told = estimate(make_recipe())
     assert told["memory"]["fits"] is False

@@ -20,7 +20,8 @@ from workhorse.execute.choose import decoding_backend
 from workhorse.generate.runner import Chunk, Runner
 from workhorse.generate.sequence import TokenSequence
 from workhorse.nn import DecoderConfig
-from workhorse.train import Recipe, TrainConfig, read_metrics, train
+from workhorse.run import train
+from workhorse.train import Recipe, TrainConfig, read_metrics
 from workhorse.train.objectives.objective import ModelObjective
 from workhorse.train.step.build import build_step
 

@@ -18,9 +18,10 @@ from workhorse.checkpoints.tensors import grown
 from workhorse.data import Batches, prepare
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
+from workhorse.run import estimate, train
+from workhorse.run.init_from import start_weights
 from workhorse.tokenizers import ChatTemplate, Tokenizer, load_tokenizer, train_tokenizer
-from workhorse.train import Recipe, estimate, train, with_init
-from workhorse.train.init_from import start_weights
+from workhorse.train import Recipe, with_init
 
 N = 290
 """Number of tokens of the bases."""

@@ -8,9 +8,10 @@ import pytest
 
 from tests.train.runs import assert_same_run, step_losses
 from workhorse.checkpoints import CheckpointStore
-from workhorse.train import read_metrics, train
+from workhorse.run import train
+from workhorse.run.resume import LossSpikeError
+from workhorse.train import read_metrics
 from workhorse.train.recipe.training import LossSpikeConfig
-from workhorse.train.resume import LossSpikeError
 
 JUMPS = {"window": 2, "in_a_row": 1}
 

@@ -14,8 +14,9 @@ from workhorse.checkpoints import RunDirectory
 from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.parallel.processes.world import ALONE
-from workhorse.train import Recipe, assembly, dry_run, estimate, override_recipe, train
-from workhorse.train.minutes import settle, steps_within, time_steps, with_steps
+from workhorse.run import assembly, dry_run, estimate, train
+from workhorse.run.minutes import settle, steps_within, time_steps, with_steps
+from workhorse.train import Recipe, override_recipe
 from workhorse.train.report.page import contents
 
 LONGER = {"steps": None, "minutes": 1}
@@ -133,7 +134,7 @@ def test_the_first_process_decides(make_recipe) -> None:
 def test_a_dry_run_says_what_minutes_mean_here(
     make_recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = importlib.import_module("workhorse.train.dry_run")
+    module = importlib.import_module("workhorse.run.dry_run")
     monkeypatch.setattr(module, "time_steps", lambda *_, **__: 1.5)
     found = estimate(make_recipe(**LONGER))
     assert (found["steps"], found["tokens"], found["seconds"]) == (38, 38 * 4 * 16, 57)

@@ -15,14 +15,14 @@ from workhorse.data import Batch
 from workhorse.memory.capacity import shares
 from workhorse.nn import IGNORE, Decoder
 from workhorse.optim.adamw import AdamWConfig
+from workhorse.run.inputs import check_needs
+from workhorse.run.resume import Resumption
 from workhorse.train import Recipe, TrainConfig
-from workhorse.train.inputs import check_needs
 from workhorse.train.objectives.distill import DistillConfig
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.objectives.reward import RewardConfig
 from workhorse.train.objectives.value_head import ValuesConfig
 from workhorse.train.recipe.training import AnyObjective
-from workhorse.train.resume import Resumption
 from workhorse.train.step.build import build_step
 from workhorse.train.step.step import TrainingStep
 

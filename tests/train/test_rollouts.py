@@ -19,11 +19,12 @@ from workhorse.execute.backend import backend_of
 from workhorse.execute.choose import decoding_backend
 from workhorse.generate import GenerationConfig, generate
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.run import train
+from workhorse.run.dry_run import estimate
+from workhorse.run.reference import token_values
 from workhorse.tokenizers import BytesConfig, train_tokenizer
-from workhorse.train import Recipe, TrainConfig, read_metrics, train, with_init
-from workhorse.train.dry_run import estimate
+from workhorse.train import Recipe, TrainConfig, read_metrics, with_init
 from workhorse.train.objectives.policy import PolicyConfig
-from workhorse.train.reference import token_values
 from workhorse.train.rollouts import Critic, RolloutConfig, Rollouts, prompts_of
 from workhorse.train.step.build import build_step
 

@@ -14,10 +14,12 @@ import torch
 import workhorse
 from tests.train.runs import assert_same_run, notices, step_losses, weights
 from workhorse.checkpoints import CheckpointStore, RunDirectory
+from workhorse.checkpoints.stored import TrainedModel
 from workhorse.data import Batch, Document
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate import evaluate
-from workhorse.train import Recipe, StopSignals, read_metrics, train
+from workhorse.run import train
+from workhorse.train import Recipe, StopSignals, read_metrics
 from workhorse.train.loop import Loop
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.objectives.objective import Outcome
@@ -43,7 +45,7 @@ def test_a_run_learns_and_leaves_what_it_says(make_recipe, tmp_path: Path) -> No
 
 def test_the_saved_decoder_has_the_loss_that_was_measured(make_recipe, tmp_path: Path) -> None:
     result = train(make_recipe(), tmp_path / "run")
-    run = RunDirectory(tmp_path / "run")
+    run = TrainedModel(tmp_path / "run")
     decoder = run.load_decoder()
     assert not decoder.training
     text = (tmp_path / "corpus.txt").read_text()
@@ -253,8 +255,8 @@ def test_a_tracker_that_fails_is_left_out(
         seen.append(event["step"])
         raise OSError("the network is down")
 
-    monkeypatch.setattr("workhorse.train.assembly.open_tracker", lambda *_: track)
-    monkeypatch.setattr("workhorse.train.check.check_tracker", lambda name: None)
+    monkeypatch.setattr("workhorse.run.assembly.open_tracker", lambda *_: track)
+    monkeypatch.setattr("workhorse.run.check.check_tracker", lambda name: None)
     told: list[dict[str, Any]] = []
     result = train(make_recipe(trackers=["wandb"]), tmp_path / "run", on_event=told.append)
     assert result.step == 12

@@ -13,8 +13,9 @@ from workhorse.data import DataConfig, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
 from workhorse.memory.capacity import check_held
 from workhorse.memory.step_memory import PlannedStep
-from workhorse.train import Recipe, check_run, estimate, train
-from workhorse.train.check import own_gpu
+from workhorse.run import check_run, estimate, train
+from workhorse.run.check import own_gpu
+from workhorse.train import Recipe
 
 
 def times(out: Path) -> dict[Path, int]:
@@ -195,7 +196,7 @@ def test_a_model_that_memory_cannot_hold_leaves_nothing(
     def refuse(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("workhorse.train.run.assemble", refuse)
+    monkeypatch.setattr("workhorse.run.run.assemble", refuse)
     with pytest.raises(MemoryError):
         train(make_recipe(), tmp_path / "run")
     assert not (tmp_path / "run").exists()

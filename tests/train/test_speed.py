@@ -10,7 +10,8 @@ from tests.train.conftest import MODEL
 from workhorse.data import Batch
 from workhorse.models.describe import active_parameters, flops_per_token
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.train import read_metrics, speed, train
+from workhorse.run import train
+from workhorse.train import read_metrics, speed
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.speed import Peak, peak_flops
 

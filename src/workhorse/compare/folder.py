@@ -20,10 +20,10 @@ from workhorse.compare.plan import Measure, Trial
 from workhorse.compare.study import Study
 from workhorse.config.base import Config, ConfigError, read_yaml
 from workhorse.config.errors import as_written
+from workhorse.config.overrides import differences
 from workhorse.errors import WorkhorseError
 from workhorse.files.text_formats import read_json, write_yaml
 from workhorse.files.writing import write_atomically, writing
-from workhorse.train.resume import differences
 
 NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]

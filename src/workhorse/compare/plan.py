@@ -12,7 +12,7 @@ from typing import Any, Literal
 from workhorse.compare.study import BudgetConfig, Settings, Study
 from workhorse.config.base import ConfigError
 from workhorse.config.errors import LARGEST
-from workhorse.config.overrides import written
+from workhorse.config.overrides import differences, written
 from workhorse.data.sources import check_outside
 from workhorse.devices.names import resolve_device
 from workhorse.errors import WorkhorseError
@@ -21,9 +21,8 @@ from workhorse.memory.step_memory import PlannedStep
 from workhorse.models.describe import flops_per_token
 from workhorse.optim.groups import OptimizerConfig
 from workhorse.optim.muon import MuonConfig
+from workhorse.run.check import check_length, check_recipe
 from workhorse.train import Recipe, override_recipe, with_init
-from workhorse.train.check import check_length, check_recipe
-from workhorse.train.resume import differences
 
 Measure = Literal["loss", "bits_per_byte"]
 """Name of the loss that a study compares, as in a run's metrics."""

@@ -19,8 +19,9 @@ from workhorse.compare.trials import run_trial
 from workhorse.data import prepare_tokenizer
 from workhorse.devices.names import resolve_device, use_threads
 from workhorse.memory.step_memory import PlannedStep
-from workhorse.train import Event, Recipe, estimate
-from workhorse.train.dry_run import time_steps, vocab_size_of
+from workhorse.run import estimate
+from workhorse.run.dry_run import time_steps, vocab_size_of
+from workhorse.train import Event, Recipe
 from workhorse.train.loop import StopSignals
 
 

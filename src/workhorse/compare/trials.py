@@ -20,7 +20,8 @@ from workhorse.evaluate import evaluate
 from workhorse.files.writing import write_atomically
 from workhorse.model.load import load
 from workhorse.native.allocator import give_back_freed_memory
-from workhorse.train import DivergedError, Event, Recipe, StopSignals, read_metrics, train
+from workhorse.run import train
+from workhorse.train import DivergedError, Event, Recipe, StopSignals, read_metrics
 
 PATIENCE = 60.0
 """Maximum seconds to wait for a process of a killed study that is still saving the trial."""

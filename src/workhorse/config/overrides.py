@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from workhorse.config.base import ConfigError, check_colons, parse_yaml
@@ -113,3 +113,20 @@ def _reads_back(text: str) -> bool:
         return _value_of("", text) == text
     except ConfigError:
         return False
+
+
+def differences(
+    before: Any, now: Any, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Yield path, old and new value of each difference between two configs as plain data.
+
+    If the `kind` of a section differs, the whole section is one difference.
+    """
+    sections = isinstance(before, dict) and isinstance(now, dict)
+    old, new = cast(dict[str, Any], before), cast(dict[str, Any], now)
+    if not sections or old.get("kind") != new.get("kind"):
+        if before != now:
+            yield path, before, now
+        return
+    for key in [*old, *(key for key in new if key not in old)]:
+        yield from differences(old.get(key), new.get(key), (*path, str(key)))

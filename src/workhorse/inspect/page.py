@@ -24,7 +24,7 @@ from workhorse.inspect.attribution import LinearTracer, leaves_of
 from workhorse.inspect.heads import WEIGHTS, attention_patterns, head_labels, head_scores
 from workhorse.inspect.lens import logit_lens, stream_norms, streams
 from workhorse.inspect.trace import Trace, Tracer
-from workhorse.memory.capacity import cache_of_layers
+from workhorse.memory.model_memory import cache_of_layers
 from workhorse.model.model import Model
 from workhorse.models.describe import (
     SCORES,

@@ -8,7 +8,7 @@ from array import array
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,9 @@ from workhorse.nn.surgery import as_subclass, replace_modules
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.stages import one_forward_one_backward
 from workhorse.parallel.division.teams import absent_teams
-
-if TYPE_CHECKING:
-    from workhorse.train.recipe.recipe import Recipe
-    from workhorse.train.recipe.training import TrainConfig
+from workhorse.train.recipe.recipe import Recipe
+from workhorse.train.recipe.training import TrainConfig
+from workhorse.train.step.build import build_step
 
 Module = TypeVar("Module", bound=nn.Module)
 aten = torch.ops.aten
@@ -121,7 +120,7 @@ class PlannedStep:
     """
 
     config: DecoderConfig
-    train: "TrainConfig"
+    train: TrainConfig
     device: torch.device
     parallel: ParallelismConfig = UNDIVIDED
     packed: bool = False
@@ -129,7 +128,7 @@ class PlannedStep:
 
     @classmethod
     def of_recipe(
-        cls, recipe: "Recipe", config: DecoderConfig, device: torch.device
+        cls, recipe: Recipe, config: DecoderConfig, device: torch.device
     ) -> "PlannedStep":
         """The step of a recipe whose decoder has the given config."""
         packed = recipe.data.packed
@@ -212,8 +211,6 @@ def step_memory(
         stage: the pipeline stage; None for the last. If several micro-batches wait for their
             backward pass at once, only one of them is recorded.
     """
-    from workhorse.train.step.build import build_step
-
     config, train, device = planned.config, planned.train, planned.device
     parallel, adapter = planned.parallel, planned.adapter
     kernel = "sdpa" if train.kernel.startswith("flex") else train.kernel

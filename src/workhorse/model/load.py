@@ -29,7 +29,7 @@ from workhorse.execute.body import EXECUTIONS, Execution
 from workhorse.files.text_formats import to_path
 from workhorse.generate import GenerationConfig
 from workhorse.generate.conversation import TemplateFormat
-from workhorse.memory.capacity import check_random, check_stored
+from workhorse.memory.model_memory import check_random, check_stored
 from workhorse.model.model import Model
 from workhorse.models import preset, preset_names
 from workhorse.nn import Decoder

@@ -13,8 +13,8 @@ import torch
 from workhorse.config.base import ConfigError
 from workhorse.devices.tape import stand_in, without_data
 from workhorse.errors import WorkhorseError
-from workhorse.memory.capacity import cache_bytes, cache_of_layers
 from workhorse.memory.device_memory import device_memory, peak_of_passes
+from workhorse.memory.model_memory import cache_bytes, cache_of_layers
 from workhorse.memory.step_memory import PlannedStep
 from workhorse.models.describe import flops_per_token, recomputed_flops
 from workhorse.nn import Decoder, DecoderConfig

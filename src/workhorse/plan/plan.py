@@ -28,7 +28,7 @@ from workhorse.plan.devices import GIGA, DeviceConfig, find_device
 from workhorse.plan.limits import limits, remedies, serving
 from workhorse.plan.step_time import simulated_step
 from workhorse.plan.subject import find_subject, has_end, optima
-from workhorse.train.minutes import remark, steps_within, with_steps
+from workhorse.run.minutes import remark, steps_within, with_steps
 from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.step.build import measured_peak
 from workhorse.transforms.adapters import trained_parameters

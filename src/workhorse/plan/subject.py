@@ -22,8 +22,8 @@ from workhorse.models import find_preset, preset_names
 from workhorse.models.describe import FLOPS_PER_PARAMETER, count_parameters
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
+from workhorse.run.dry_run import vocab_size_of
 from workhorse.train import Recipe, override_recipe, with_init
-from workhorse.train.dry_run import vocab_size_of
 from workhorse.train.recipe.depth import is_on_dial, read_recipe
 from workhorse.train.recipe.training import TrainConfig
 

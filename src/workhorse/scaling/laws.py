@@ -10,6 +10,7 @@ from workhorse.config.errors import LARGEST, as_written
 from workhorse.errors import WorkhorseError
 from workhorse.models.describe import FLOPS_PER_PARAMETER, flops_per_token
 from workhorse.plan.subject import Parametric
+from workhorse.run.dry_run import vocab_size_of
 from workhorse.scaling.law import (
     DRAWS,
     FORMS,
@@ -23,7 +24,6 @@ from workhorse.scaling.law import (
     too_few,
 )
 from workhorse.train import Recipe, read_metrics, with_init
-from workhorse.train.dry_run import vocab_size_of
 from workhorse.train.recipe.depth import read_recipe
 
 DECAYED = 0.5

@@ -10,7 +10,7 @@ from workhorse.checkpoints.stored import is_stored, no_such_model, open_stored
 from workhorse.devices.memory import available, size
 from workhorse.devices.names import resolve_device, resolve_dtype
 from workhorse.errors import WorkhorseError
-from workhorse.memory.capacity import cache_bytes, cache_of_layers
+from workhorse.memory.model_memory import cache_bytes, cache_of_layers
 from workhorse.models import preset, preset_names
 from workhorse.models.describe import count_parameters
 from workhorse.nn import DecoderConfig

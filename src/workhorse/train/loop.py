@@ -27,9 +27,9 @@ from workhorse.errors import WorkhorseError
 from workhorse.files.safetensors import Slices, whole
 from workhorse.parallel.division.parts import own_slices
 from workhorse.parallel.processes.world import ALONE, World
+from workhorse.train.randomness import random_state, set_random_state
 from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.report.metrics import Event, MetricsFile
-from workhorse.train.resume import random_state, set_random_state
 from workhorse.train.rollouts import Rollouts
 from workhorse.train.saver import Saver
 from workhorse.train.speed import Peak

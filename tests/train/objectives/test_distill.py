@@ -18,7 +18,8 @@ from workhorse.errors import WorkhorseError
 from workhorse.memory.step_memory import PlannedStep, step_memory
 from workhorse.nn import IGNORE
 from workhorse.optim.adamw import AdamWConfig
-from workhorse.train import Recipe, TrainConfig, train
+from workhorse.run import train
+from workhorse.train import Recipe, TrainConfig
 from workhorse.train.objectives.distill import Distill, DistillConfig
 from workhorse.train.step.build import build_step
 

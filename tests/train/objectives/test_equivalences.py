@@ -19,7 +19,8 @@ from tests.train.chats import chat, chat_tokenizer
 from tests.train.conftest import MODEL
 from tests.train.runs import weights
 from workhorse.config.overrides import apply_overrides
-from workhorse.train import Recipe, read_metrics, train
+from workhorse.run import train
+from workhorse.train import Recipe, read_metrics
 
 STEPS = 20
 OBJECTIVES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -12,9 +12,10 @@ from tests.parallel import forked
 from tests.train.conftest import MODEL
 from tests.train.runs import assert_same_run
 from workhorse.config.base import ConfigError
+from workhorse.run import train
 from workhorse.tokenizers import BytesConfig, train_tokenizer
 from workhorse.tokenizers.chat.template import DEFAULT_TEMPLATE
-from workhorse.train import Recipe, read_metrics, train
+from workhorse.train import Recipe, read_metrics
 
 ROWS = {
     "pairs": {"prompt": "{} is ", "chosen": "even", "rejected": "an odd number"},

@@ -13,8 +13,8 @@ from workhorse.compare import read_study
 from workhorse.config.base import read_yaml
 from workhorse.errors import WorkhorseError
 from workhorse.models.describe import flops_per_token
+from workhorse.run.dry_run import vocab_size_of
 from workhorse.train import Recipe
-from workhorse.train.dry_run import vocab_size_of
 from workhorse.train.recipe.depth import DEEPEST, read_recipe, recipe_of_depth
 
 ROOT = Path(__file__).parents[3]

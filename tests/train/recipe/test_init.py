@@ -10,7 +10,8 @@ from workhorse.checkpoints import RunDirectory, weights_of
 from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.model.convert import convert
-from workhorse.train import Recipe, override_recipe, train, with_init
+from workhorse.run import train
+from workhorse.train import Recipe, override_recipe, with_init
 
 
 def recipe(source: Path, texts: Path, **changes: Any) -> dict[str, Any]:

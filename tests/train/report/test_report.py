@@ -13,7 +13,8 @@ from tests.train.runs import weights
 from tests.train.test_balance import MIXED, recipe_of
 from workhorse.checkpoints import RunDirectory
 from workhorse.errors import WorkhorseError
-from workhorse.train import StopSignals, read_metrics, train
+from workhorse.run import train
+from workhorse.train import StopSignals, read_metrics
 from workhorse.train.report.chart import Series
 from workhorse.train.report.metrics import Event, scalars
 from workhorse.train.report.page import (

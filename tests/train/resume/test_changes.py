@@ -15,8 +15,9 @@ from workhorse.cli.main import main
 from workhorse.data import Batches, DataConfig, prepare
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
+from workhorse.run import check_run, train
 from workhorse.tokenizers import BytesConfig, train_tokenizer
-from workhorse.train import Recipe, check_run, read_metrics, train, with_init
+from workhorse.train import Recipe, read_metrics, with_init
 
 
 def recorded(out: Path) -> list[tuple[int, str, Any, Any]]:
@@ -212,7 +213,7 @@ def test_weights_and_optimizer_are_of_one_checkpoint(
         state = {name: torch.full_like(tensor, 99) for name, tensor in trained.optimizer.items()}
         store.save(13, weights, state, trained.state)
 
-    monkeypatch.setattr("workhorse.train.init_from.load_weights", load_and_save)
+    monkeypatch.setattr("workhorse.run.init_from.load_weights", load_and_save)
     fields = make_recipe(steps=1).to_dict() | {"init": str(run), "init_optimizer": True}
     kind = trained.state["recipe"]["train"]["optimizer"]
     fields["train"]["optimizer"] = kind | {"learning_rate": 1e-9, "weight_decay": 0.0}

@@ -13,7 +13,8 @@ import torch
 from tests.train.runs import assert_same_run, notices, weights
 from workhorse.checkpoints import CheckpointStore, Disk, RunDirectory
 from workhorse.errors import WorkhorseError
-from workhorse.train import Recipe, read_metrics, train
+from workhorse.run import train
+from workhorse.train import Recipe, read_metrics
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from workhorse.checkpoints import RunDirectory
 from workhorse.data import Batch
 from workhorse.devices.instructions import SWITCH
 from workhorse.nn import DecoderConfig
-from workhorse.train import StopSignals, train
+from workhorse.run import train
+from workhorse.train import StopSignals
 from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.step.build import build_step
 from workhorse.train.step.step import Precision, TrainingStep

@@ -28,9 +28,10 @@ from workhorse.memory.step_memory import PlannedStep
 from workhorse.native import Operators
 from workhorse.nn import Decoder
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.train import Recipe, estimate, read_metrics, train
+from workhorse.run import estimate, train
+from workhorse.train import Recipe, read_metrics
+from workhorse.train.randomness import random_state
 from workhorse.train.recipe.training import TrainConfig
-from workhorse.train.resume import random_state
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ROWS = 32
@@ -198,7 +199,7 @@ def test_a_run_is_the_one_with_the_number_and_resumes_with_it(
         return step.with_train(micro_batch_size=2)
 
     train(recipe(2), tmp_path / "number")
-    monkeypatch.setattr("workhorse.train.initial_model.fit_micro_batch", answer)
+    monkeypatch.setattr("workhorse.run.initial_model.fit_micro_batch", answer)
     train(recipe("auto"), tmp_path / "auto")
     assert_same_run(tmp_path / "number", tmp_path / "auto")
     shutil.copytree(tmp_path / "auto", tmp_path / "resumed")

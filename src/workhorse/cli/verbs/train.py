@@ -187,7 +187,8 @@ def _read(
         )
     written = read_recipe(file)  # first: an invalid file fails before torch is imported
     from workhorse.checkpoints import RunDirectory
-    from workhorse.train import Recipe, on_workers, override_recipe, resumed_recipe, with_init
+    from workhorse.run import resumed_recipe
+    from workhorse.train import Recipe, on_workers, override_recipe, with_init
 
     fields = override_recipe(written, overrides, notify)
     if resume and (run := RunDirectory(out or _default(fields.get("name")))).exists:
@@ -209,7 +210,8 @@ def _train(
     from workhorse.devices.names import resolve_device
     from workhorse.native.allocator import keep_freed_memory
     from workhorse.parallel.processes.world import LostError, ReportedError
-    from workhorse.train import StopSignals, train
+    from workhorse.run import train
+    from workhorse.train import StopSignals
 
     device = resolve_device(settings.train.device)
     begin = partial(train, settings, out, resume=resume, settings=changes, signals=StopSignals())
@@ -234,13 +236,13 @@ def _train(
 
 
 def _summary(result: Any) -> str:
-    from workhorse.checkpoints import RunDirectory
+    from workhorse.checkpoints.stored import TrainedModel
     from workhorse.cli.train_progress import bits_per_byte, headlines
     from workhorse.model.load import is_trained_to_chat
     from workhorse.train.report.page import duration
 
     run = str(result.run_directory)
-    stored = RunDirectory(result.run_directory)
+    stored = TrainedModel(result.run_directory)
     chats = is_trained_to_chat(stored, stored.tokenizer())
     words = ["chat", run] if chats else ["generate", run, "--prompt", "TEXT"]
     following = next_command(*words)
@@ -275,7 +277,7 @@ def _dry_run(
 ) -> None:
     from workhorse.devices.names import resolve_device
     from workhorse.native.allocator import keep_freed_memory
-    from workhorse.train import dry_run
+    from workhorse.run import dry_run
 
     notify = partial(print, file=sys.stderr)
     for line in notices:

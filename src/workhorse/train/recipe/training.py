@@ -302,7 +302,7 @@ class TrainConfig(Config):
     @property
     def length(self) -> int:
         """The number of steps; `minutes` must have been converted to steps before."""
-        assert self.steps is not None, "see train/minutes.py"
+        assert self.steps is not None, "see run/minutes.py"
         return self.steps
 
     @property

@@ -19,10 +19,9 @@ from workhorse.models.describe import active_parameters, count_parameters, flops
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.parallel.division.teams import Teams
 from workhorse.parallel.processes.world import World
-from workhorse.tokenizers import Tokenizer
-from workhorse.train.init_from import check_tokens
-from workhorse.train.initial_model import Built, Start, fitted_to_memory, with_whole_weights
-from workhorse.train.inputs import (
+from workhorse.run.init_from import check_tokens
+from workhorse.run.initial_model import Built, Start, fitted_to_memory, with_whole_weights
+from workhorse.run.inputs import (
     batches_of,
     check_needs,
     dataset_of,
@@ -30,14 +29,16 @@ from workhorse.train.inputs import (
     rollouts_of,
     tokenizer_of,
 )
+from workhorse.run.minutes import settle
+from workhorse.run.reference import reference_digest
+from workhorse.run.resume import Resumption, check_same_run
+from workhorse.tokenizers import Tokenizer
 from workhorse.train.loop import Loop
-from workhorse.train.minutes import settle
 from workhorse.train.objectives.distill import DistillConfig
+from workhorse.train.randomness import seed_everything
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.recipe.training import TrainConfig
-from workhorse.train.reference import reference_digest
 from workhorse.train.report.metrics import Event, Listener, MetricsFile, notice, open_tracker
-from workhorse.train.resume import Resumption, check_same_run, seed_everything
 from workhorse.train.rewards import PythonRewardConfig
 from workhorse.train.rollouts import Rollouts
 from workhorse.train.speed import Peak

@@ -11,11 +11,11 @@ from torch import Tensor
 from workhorse.checkpoints import Checkpoint, Places, RunDirectory, load_weights, weights_of
 from workhorse.checkpoints.stored import StoredModel, open_stored
 from workhorse.checkpoints.tensors import with_rows
+from workhorse.config.overrides import differences
 from workhorse.errors import WorkhorseError, shown
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.optim.groups import Optimizer
 from workhorse.tokenizers import Tokenizer
-from workhorse.train.resume import differences
 
 SETTINGS_SHOWN = 3
 """Maximum number of differing settings that an error lists."""

@@ -28,11 +28,11 @@ from workhorse.optim.master_weights import round_weights
 from workhorse.parallel.division.teams import Teams, make_teams
 from workhorse.parallel.processes import environment
 from workhorse.parallel.processes.world import World
+from workhorse.run.init_from import new_tokens, start_optimizer, start_weights
+from workhorse.run.resume import Resumption
 from workhorse.tokenizers import Tokenizer
-from workhorse.train.init_from import new_tokens, start_optimizer, start_weights
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.recipe.training import TrainConfig
-from workhorse.train.resume import Resumption
 from workhorse.train.step.build import build_step, training_operators
 from workhorse.train.step.step import TrainingStep
 

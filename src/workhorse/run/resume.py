@@ -4,19 +4,16 @@ The configs declare which settings may change, see `workhorse.config.base`. Any 
 an error, with the command that starts a new run with the change.
 """
 
-import base64
-import random
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 
 from workhorse.checkpoints import Checkpoint, RunDirectory
 from workhorse.config.base import Config, OnResume, rule_of
-from workhorse.config.overrides import written
+from workhorse.config.overrides import differences, written
 from workhorse.data.sources import file_changes
 from workhorse.errors import WorkhorseError
 from workhorse.nn import DecoderConfig
@@ -83,46 +80,6 @@ def _free_name(run: RunDirectory) -> str:
     while (path := run.path.with_name(f"{run.path.name}-{number}")).exists():
         number += 1
     return str(path)
-
-
-def random_state() -> dict[str, Any]:
-    """Return the random state of Python, NumPy and PyTorch, on the CPU and all CUDA devices."""
-    version, words, gauss = random.getstate()
-    kind, keys, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
-    on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, keys.tolist(), *rest],
-        "torch": _text(torch.get_rng_state()),
-        "cuda": [_text(state) for state in on_cuda],
-    }
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Restore every random generator to a result of `random_state`."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(_tensor(state["torch"]))
-    if torch.cuda.is_initialized():
-        for device, saved in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-            torch.cuda.set_rng_state(_tensor(saved), device)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the random generators of Python, NumPy and PyTorch."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # NumPy accepts only 32 bits
-    torch.manual_seed(seed)
-
-
-def _text(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _tensor(text: str) -> torch.Tensor:
-    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
 
 
 Newest = Callable[[Callable[[str], None]], Checkpoint | None]
@@ -299,22 +256,6 @@ def changes_of(before: Recipe, now: Recipe) -> Iterator[Change]:
         if exact and path in (("parallel", "data"), ("parallel", "shard")):
             rule = OnResume.NO_EFFECT
         yield Change(".".join(path), old, new, rule)
-
-
-def differences(
-    before: Any, now: Any, path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Yield path, old and new value of each difference between two recipes as plain data.
-
-    If the `kind` of a section differs, the whole section is one difference.
-    """
-    sections = isinstance(before, dict) and isinstance(now, dict)
-    if not sections or before.get("kind") != now.get("kind"):
-        if before != now:
-            yield path, before, now
-        return
-    for key in [*before, *(key for key in now if key not in before)]:
-        yield from differences(before.get(key), now.get(key), (*path, str(key)))
 
 
 def _check_nothing_saved(run: RunDirectory, skipped: list[str]) -> None:

@@ -18,14 +18,14 @@ from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.processes.group import Group, watchdog
 from workhorse.parallel.processes.world import World, join_processes
-from workhorse.train.assembly import assemble
-from workhorse.train.check import check_recipe, recipe_warnings
+from workhorse.run.assembly import assemble
+from workhorse.run.check import check_recipe, recipe_warnings
+from workhorse.run.minutes import as_begun
+from workhorse.run.resume import Resumption, before_jump, plan_resumption
 from workhorse.train.loop import Loop, StopSignals
-from workhorse.train.minutes import as_begun
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.report.metrics import Event, read_metrics
 from workhorse.train.report.page import write_report
-from workhorse.train.resume import Resumption, before_jump, plan_resumption
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from workhorse.nn import Decoder
 from workhorse.optim.groups import check_base_width
 from workhorse.optim.muon import MuonConfig
 from workhorse.parallel.processes import environment
+from workhorse.run.init_from import check_weights, new_tokens
 from workhorse.tokenizers import train_tokenizer
 from workhorse.tokenizers.config import FileConfig
-from workhorse.train.init_from import check_weights, new_tokens
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.report.metrics import check_tracker

@@ -25,11 +25,11 @@ from workhorse.models.describe import (
 )
 from workhorse.optim.groups import parameters_by_role
 from workhorse.parallel.processes import environment
+from workhorse.run.check import check_length, check_recipe, recipe_warnings
+from workhorse.run.minutes import as_begun, steps_within, timed, with_steps
+from workhorse.run.run import check_run, reason_not_free
 from workhorse.tokenizers import train_tokenizer
-from workhorse.train.check import check_length, check_recipe, recipe_warnings
-from workhorse.train.minutes import as_begun, steps_within, timed, with_steps
 from workhorse.train.recipe.recipe import Recipe
-from workhorse.train.run import check_run, reason_not_free
 from workhorse.train.step.build import build_step, measured_peak
 from workhorse.transforms.adapters import trained_parameters
 

@@ -14,12 +14,8 @@ from workhorse.data import Batch, Batches, Dataset, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
 from workhorse.execute.choose import decoding_backend
 from workhorse.generate.conversation import TemplateFormat
-from workhorse.tokenizers import ChatTemplate, Tokenizer
-from workhorse.train.initial_model import Built, Start, with_whole_weights
-from workhorse.train.objectives.policy import PolicyConfig
-from workhorse.train.recipe.recipe import Recipe
-from workhorse.train.recipe.training import TrainConfig
-from workhorse.train.reference import (
+from workhorse.run.initial_model import Built, Start, with_whole_weights
+from workhorse.run.reference import (
     OfTargets,
     compute_references,
     divided_sequence_scores,
@@ -29,8 +25,13 @@ from workhorse.train.reference import (
     token_values,
     trained_logprobs,
 )
+from workhorse.run.resume import Resumption
+from workhorse.tokenizers import ChatTemplate, Tokenizer
+from workhorse.train.objectives.policy import PolicyConfig
+from workhorse.train.randomness import seed_everything
+from workhorse.train.recipe.recipe import Recipe
+from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.report.metrics import Listener, notice
-from workhorse.train.resume import Resumption, seed_everything
 from workhorse.train.rollouts import Critic, Rollouts
 from workhorse.train.step.build import precision_of
 from workhorse.transforms.adapters import disabled

@@ -13,7 +13,6 @@ from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.checkpoints.runs.run_directory import DAMAGED_RECIPE
 from workhorse.checkpoints.stored import (
     StoredModel,
-    TrainedModel,
     add_stored_adapter,
     is_stored,
     model_name,
@@ -163,7 +162,7 @@ def _with_text(stored: StoredModel, decoder: Decoder, notify: Callable[[str], ob
     )
 
 
-def is_trained_to_chat(stored: StoredModel, tokenizer: Tokenizer | None) -> bool:
+def is_trained_to_chat(stored: StoredModel | RunDirectory, tokenizer: Tokenizer | None) -> bool:
     """True if a model has a chat template that it was trained with.
 
     For a run, this is true if the run, or the model in its `init`, learned conversations.
@@ -175,7 +174,7 @@ def is_trained_to_chat(stored: StoredModel, tokenizer: Tokenizer | None) -> bool
     recipe, chats = stored.recipe(), _data_of(stored).has_conversations
     if chats or recipe.get("init") is None or recipe.get("tokenizer", {}).get("chat"):
         return chats
-    base = TrainedModel(recipe["init"])
+    base = RunDirectory(recipe["init"])
     return not base.exists or is_trained_to_chat(base, tokenizer)
 
 

@@ -148,7 +148,9 @@ def test_other_errors(decoder: Decoder) -> None:
     model = workhorse.Model("m", decoder, None, trained=True)
     with pytest.raises(WorkhorseError, match=r"Model is not a decoder; give model\.reference"):
         attribute(model, TOKENS[0], 3)  # pyright: ignore[reportArgumentType]
-    assert torch.equal(model.trace([1, 2]).logits, trace(decoder, [1, 2]).logits)
+    assert torch.equal(trace(model, [1, 2]).logits, trace(decoder, [1, 2]).logits)
+    with pytest.raises(WorkhorseError, match="m has no tokenizer"):
+        trace(model, "text")
 
 
 def test_an_edit_may_change_its_argument(decoder: Decoder) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from workhorse.errors import WorkhorseError, nearest, shown
 from workhorse.execute.body import sharing_copy
 from workhorse.inspect.names import View, resolve
+from workhorse.model.model import Model
 from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import Eager
 from workhorse.nn.attention.self_attention import SelfAttention
@@ -223,8 +224,8 @@ class Tracer:
 
 
 def trace(
-    decoder: Decoder,
-    tokens: Tensor | Sequence[int],
+    model: Model | Decoder,
+    tokens: Tensor | Sequence[int] | str,
     *,
     edits: Edits | None = None,
     keep: Sequence[str] = ("*",),
@@ -233,8 +234,8 @@ def trace(
     """Run one forward pass, and return its tensors by name.
 
     Args:
-        decoder: see `Tracer`, which is faster for many passes.
-        tokens: token ids, (batch, seq) or (seq).
+        model: a model, whose reference is run, or a decoder. `Tracer` is faster for many passes.
+        tokens: token ids, (batch, seq) or (seq); for a `Model` also a string.
         edits: new values of tensors, by name. An edit of an output changes all its readers; an edit
             of an input changes only the module that reads it. A function gets a copy of the tensor.
         keep: names of the tensors to record; default: all. The logits are always recorded.
@@ -244,7 +245,11 @@ def trace(
         WorkhorseError: the decoder was prepared for execution, the tokens are not token ids of the
             decoder, no tensor has the name of an edit, or an edit changes shape or dtype.
     """
-    return Tracer(decoder)(tokens, edits=edits, keep=keep, gradients=gradients)
+    decoder = model.reference if isinstance(model, Model) else model
+    if isinstance(model, Model) and isinstance(tokens, str):
+        tokens = model.encode(tokens)
+    ids = cast(Tensor | Sequence[int], tokens)
+    return Tracer(decoder)(ids, edits=edits, keep=keep, gradients=gradients)
 
 
 def check_reference(decoder: Decoder) -> None:

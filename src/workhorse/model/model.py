@@ -36,7 +36,6 @@ from workhorse.generate.conversation import (
     TemplateFormat,
     TranscriptFormat,
 )
-from workhorse.inspect import Edits, Trace, trace
 from workhorse.models import find_preset, preset_names
 from workhorse.models.describe import details, facts
 from workhorse.models.huggingface import Family
@@ -367,22 +366,6 @@ class Model:
             tokenizer=self.tokenizer,
             draft=self.guesser(draft),
         )
-
-    def trace(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        edits: Edits | None = None,
-        keep: Sequence[str] = ("*",),
-        gradients: bool = False,
-    ) -> Trace:
-        """Run one forward pass over a prompt, and return its tensors by name.
-
-        The reference is run, with attention matrices. For the arguments see
-        `workhorse.inspect.trace`.
-        """
-        tokens = self._tokens(prompt)
-        return trace(self.reference, tokens, edits=edits, keep=keep, gradients=gradients)
 
     def evaluate(self, texts: Iterable[str], **options: Any) -> Evaluation:
         """Measure loss, perplexity and bits per byte; each string is a document.

@@ -191,6 +191,9 @@ def plan_devices(
         raise WorkhorseError(
             f"--price is given {len(prices)} times for {len(names)} devices; give it once for each"
         )
+    for name in names:  # before the first plan, which takes seconds
+        if name is not None:
+            find_device(name)
     notify = cache(notify)  # calls it once with each line
     return {
         name: plan(source, settings, device=name, price=price, notify=notify, **options)

@@ -28,6 +28,12 @@ from workhorse.train.report.page import duration
 SMALL = ("gpt2", "model.n_layers=2", "model.d_model=96", "model.vocab_size=512", "train.seq_len=64")
 
 
+@pytest.fixture
+def without_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the search for the largest step that fits, which records many steps."""
+    monkeypatch.setattr("workhorse.plan.limits.largest", lambda *_, **__: 1)
+
+
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(["plan", *arguments]) == 0
     return capsys.readouterr().out
@@ -95,6 +101,7 @@ def recipe(tmp_path: Path) -> Path:
 RECOMPUTED = "train.activation_checkpointing=true"
 
 
+@pytest.mark.usefixtures("without_limits")
 @pytest.mark.parametrize("adapter", [[], ["adapter.rank=4"]])
 def test_recomputation_takes_time_on_every_device(adapter: list[str]) -> None:
     """l4 has no known links, so its time is a fraction of its peak; that of h100 is simulated."""
@@ -120,6 +127,7 @@ def test_recomputation_takes_time_on_every_device(adapter: list[str]) -> None:
     assert cost == f"{more - 1:.0%} more arithmetic"
 
 
+@pytest.mark.usefixtures("without_limits")
 def test_fine_tuning_has_a_price_per_million_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     adapter = [*SMALL, "adapter.rank=4", "--device", "l4", "--price", "0.8"]
     found = json.loads(printed(capsys, *adapter, "--json"))
@@ -207,12 +215,14 @@ def test_a_pipeline_here(recipe: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["train", str(recipe), *stages, "train.micro_batch_size=auto", "--dry-run"]) == 0
 
 
+@pytest.mark.usefixtures("without_limits")
 def test_documents_in_rows_need_a_mask(recipe: Path) -> None:
     whole = plan(recipe, device="h100")["memory"]["activations"]
     packed = plan(recipe, ["data.packing=documents"], device="h100")["memory"]["activations"]
     assert packed["layers.0"] > whole["layers.0"]
 
 
+@pytest.mark.usefixtures("without_limits")
 def test_a_run_is_planned_as_its_recipe(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert main(["train", str(recipe), "--out", str(run)]) == 0
@@ -223,6 +233,7 @@ def test_a_run_is_planned_as_its_recipe(recipe: Path, tmp_path: Path) -> None:
         assert found[key] == before[key], key
 
 
+@pytest.mark.usefixtures("without_limits")
 def test_a_hugging_face_directory(tmp_path: Path) -> None:
     config = small("llama", tie_word_embeddings=True)
     write_huggingface(tmp_path / "hf", config.build())
@@ -233,6 +244,7 @@ def test_a_hugging_face_directory(tmp_path: Path) -> None:
     assert found["train"]["seq_len"] == 16
 
 
+@pytest.mark.usefixtures("without_limits")
 def test_what_is_given_is_not_assumed() -> None:
     given = [*SMALL[1:], "train.optimizer={kind: muon}", "train.batch_size=2"]
     assumed = plan(SMALL[0], given, device="h100")["assumed"]
@@ -240,6 +252,7 @@ def test_what_is_given_is_not_assumed() -> None:
     assert "train.dtype=bfloat16" in assumed
 
 
+@pytest.mark.usefixtures("without_limits")
 def test_settings_hold_for_a_model_without_a_recipe() -> None:
     settings = [*SMALL[1:], "train.batch_size=2", "train.schedule.warmup_steps=20"]
     whole = plan(SMALL[0], settings, device="h100")
@@ -249,6 +262,7 @@ def test_settings_hold_for_a_model_without_a_recipe() -> None:
     assert whole["train"]["steps"] == round(20 * whole["parameters"]["total"] / (2 * 64))
 
 
+@pytest.mark.usefixtures("without_limits")
 def test_minutes_come_to_the_steps_that_the_time_of_one_allows() -> None:
     said: list[str] = []
     found = plan("gpt2", [*SMALL[1:], "train.minutes=5"], device="h100", notify=said.append)
@@ -258,7 +272,8 @@ def test_minutes_come_to_the_steps_that_the_time_of_one_allows() -> None:
     assert said[0].startswith(f"train.minutes=5 gives train.steps={found['time']['steps']} at ")
 
 
-def test_what_does_not_fit_has_remedies(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("without_limits")
+def test_what_does_not_fit_has_remedies() -> None:
     batch = "train.batch_size=64"
     found = plan(SMALL[0], [*SMALL[1:], batch], device="h100", memory=0.05)
     assert not found["memory"]["fits"]
@@ -280,11 +295,16 @@ def test_what_does_not_fit_has_remedies(capsys: pytest.CaptureFixture[str]) -> N
     out = "\n".join(lines(found))
     assert "does not fit: NVIDIA H100 SXM has 51.2 MiB" in out
     assert "train.micro_batch_size=8: saves" in out
-    out = printed(capsys, *SMALL, batch, "--device", "h100", "--memory", "0.0005")
+
+
+def test_one_row_that_does_not_fit_has_no_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("train.batch_size=64", "--device", "h100", "--memory", "0.0005")
+    out = printed(capsys, *SMALL, *given)
     assert "not even one row of 64 tokens fits" in out
     assert "MiB, too large to serve one such sequence" in out
 
 
+@pytest.mark.usefixtures("without_limits")
 def test_the_micro_batch_is_the_one_that_training_would_take() -> None:
     settings = [*SMALL[1:], "train.batch_size=4096", "train.micro_batch_size=auto"]
     found = plan("gpt2", settings, device="h100", memory=1.0)
@@ -295,6 +315,7 @@ def test_the_micro_batch_is_the_one_that_training_would_take() -> None:
     assert twice["memory"]["peak"]["total"] > (1 - MARGIN) * GIB
 
 
+@pytest.mark.usefixtures("without_limits")
 def test_a_mesh_divides_the_work() -> None:
     settings = [*SMALL[1:], "train.batch_size=8"]
     given = {"device": "h100", "utilization": 0.4}
@@ -306,6 +327,7 @@ def test_a_mesh_divides_the_work() -> None:
     assert eight["memory"]["peak"]["total"] < one["memory"]["peak"]["total"] / 4
 
 
+@pytest.mark.usefixtures("without_limits")
 @pytest.mark.parametrize(
     "setting", ["train.kernel=flex", "train.fp8=true", "train.execution=compiled"]
 )

@@ -235,7 +235,7 @@ def start(execution: Execution) -> Lines:
     return found
 
 
-class _InThread(EngineClient):
+class InThread(EngineClient):
     """A client whose engine runs in a thread of this process.
 
     Args:
@@ -252,8 +252,12 @@ class _InThread(EngineClient):
     async def _launch(self) -> tuple[asyncio.StreamReader, ModelFacts]:
         ours, theirs = socket.socketpair()
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        worker = Worker(self._engine, theirs, theirs.makefile("rb"), self._facts.tokenizer)
-        threading.Thread(target=worker.run, daemon=True).start()
+
+        def work() -> None:
+            with theirs, theirs.makefile("rb") as received:
+                Worker(self._engine, theirs, received, self._facts.tokenizer).run()
+
+        threading.Thread(target=work, daemon=True).start()
         self.state = "ready"
         return reader, self._facts
 
@@ -301,7 +305,7 @@ def chat(execution: Execution) -> Lines:
 
         async def talk(trace: Trace) -> Lines:
             metrics = Metrics()
-            client = _InThread(engine, facts, metrics)
+            client = InThread(engine, facts, metrics)
             await client.start()
             app = create_app(
                 client,

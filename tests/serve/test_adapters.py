@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import workhorse
-from tests.serve.conftest import KEY, serving, small_config
+from tests.serve.conftest import KEY, serving_here, small_config
 from tests.serve.test_invariance import COMMON
 from workhorse.checkpoints.peft import write_peft
 from workhorse.cli.main import main
@@ -22,6 +22,7 @@ from workhorse.model.model import Model
 from workhorse.models.huggingface import family
 from workhorse.serve.engine_process import build
 from workhorse.serve.memory import fit
+from workhorse.serve.run import parsed_adapters
 from workhorse.serve.settings import EngineSettings
 from workhorse.tokenizers import BytesConfig, train_tokenizer
 from workhorse.transforms.adapters import adapter_parameters, add_adapter
@@ -64,8 +65,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def http(paths: dict[str, Path]) -> Iterator[httpx2.Client]:
     """A client of a server of the base and two adapters, which guesses tokens."""
-    options = [part for name in MODELS[1:] for part in ("--adapter", f"{name}={paths[name]}")]
-    with serving(paths["base"], "--speculate", "3", *options) as url:
+    _, named = parsed_adapters([f"{name}={paths[name]}" for name in MODELS[1:]], "base")
+    with serving_here(paths["base"], adapters=named, speculate=3) as url:
         headers = {"Authorization": f"Bearer {KEY}"}
         with httpx2.Client(base_url=url, headers=headers, timeout=60) as found:
             yield found

@@ -6,9 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
-from tests.serve.conftest import CONTEXT, MODEL, Served, serving
+from tests.serve.conftest import CONTEXT, MODEL, Served, serving_here
 
 COMMON = "the same beginning of several prompts, longer than a block of the cache; "
+COUNTS = 8, 24
+"""Number of requests: the default suite has the first one."""
 
 
 def bodies(pick: random.Random, count: int) -> list[tuple[str, dict]]:
@@ -37,17 +39,21 @@ def bodies(pick: random.Random, count: int) -> list[tuple[str, dict]]:
     return made
 
 
-@pytest.mark.parametrize("options", [(), ("--speculate", "4")], ids=str)
+@pytest.mark.parametrize("count", COUNTS)
 def test_answers_have_the_same_bytes_whatever_else_is_served(
-    http: httpx2.Client, served: Served, options: tuple[str, ...]
+    http: httpx2.Client, count: int
 ) -> None:
-    if not options:
-        compare(http, http, rounds=3)
-        return
-    with serving(served.folder, *options) as url:
+    compare(http, http, count, rounds=3)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_answers_with_guesses_have_the_same_bytes(
+    http: httpx2.Client, served: Served, count: int
+) -> None:
+    with serving_here(served.folder, speculate=4) as url:
         guessing = httpx2.Client(base_url=url.removesuffix("/v1"), headers=http.headers, timeout=60)
         with guessing:
-            compare(http, guessing, rounds=1)
+            compare(http, guessing, count, rounds=1)
             figures = dict(
                 line.split()
                 for line in guessing.get("/metrics").text.splitlines()
@@ -59,10 +65,10 @@ def test_answers_have_the_same_bytes_whatever_else_is_served(
     assert 0 < accepted < proposed
 
 
-def compare(plain: httpx2.Client, http: httpx2.Client, rounds: int) -> None:
+def compare(plain: httpx2.Client, http: httpx2.Client, count: int, rounds: int) -> None:
     """Compare answers beside others of `http` with answers alone of `plain`."""
     pick = random.Random(3)
-    asked = bodies(pick, 24)
+    asked = bodies(pick, count)
 
     def choices(request: tuple[str, dict], http: httpx2.Client = http) -> object:
         path, body = request

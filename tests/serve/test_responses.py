@@ -9,7 +9,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
-from tests.serve.conftest import END, EVENT, KEY, MODEL, serving, write_chat_run
+from tests.serve.conftest import END, EVENT, KEY, MODEL, serving_here, write_chat_run
 from tests.tokenizers.test_replies import TEMPLATES
 from workhorse.serve.responses import Output
 from workhorse.serve.responses_schema import LOGPROBS, ResponsesRequest, messages_of
@@ -140,7 +140,7 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     source += "{%- if add_generation_prompt and enable_thinking != false %}[THINK]{%- endif %}"
     folder = tmp_path_factory.mktemp("responses") / MODEL
     write_chat_run(folder, source)
-    with serving(folder) as url, OpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
+    with serving_here(folder) as url, OpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
         yield client
 
 

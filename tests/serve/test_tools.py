@@ -18,7 +18,7 @@ from llm_comply.schema import SpecLoader
 from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
 from openai import OpenAI
 
-from tests.serve.conftest import KEY, MODEL, serving, write_chat_run
+from tests.serve.conftest import KEY, MODEL, serving_here, write_chat_run
 from tests.serve.test_structured import drawn, needed
 from tests.tokenizers.test_replies import (
     ARGUMENTS,
@@ -66,7 +66,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of a model whose template writes tool calls."""
     source = (TEMPLATES / "sections.jinja").read_text()
     folder = write_chat_run(tmp_path_factory.mktemp("tools") / MODEL, source)
-    with serving(folder) as found:
+    with serving_here(folder) as found:
         yield found
 
 
@@ -337,7 +337,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     )
     folder = write_chat_run(tmp_path_factory.mktemp("thinker") / MODEL, source, context=512)
     headers = {"Authorization": f"Bearer {KEY}"}
-    with serving(folder) as url, Client(base_url=url, headers=headers, timeout=60) as found:
+    with serving_here(folder) as url, Client(base_url=url, headers=headers, timeout=60) as found:
         yield found
 
 

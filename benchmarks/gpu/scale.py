@@ -29,7 +29,6 @@ from workhorse.data import Batch
 from workhorse.models.families.llama import llama
 from workhorse.native.allocator import keep_freed_memory
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.optim.shards import local
 from workhorse.parallel.config import MicroBatches, ParallelismConfig
 from workhorse.parallel.division.layers import TensorParallelGroup, divide_layers
 from workhorse.parallel.division.sequences import ContextParallelGroup
@@ -37,6 +36,7 @@ from workhorse.parallel.division.sharding import shard
 from workhorse.parallel.division.stages import Pipeline, divide_stages, keep_stage
 from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.world import ALONE
+from workhorse.parallel.shards import local
 from workhorse.train import TrainConfig
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.objectives.objective import Divided, Objective

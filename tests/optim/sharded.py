@@ -18,7 +18,7 @@ from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import round_weights
 from workhorse.optim.muon import MuonConfig
-from workhorse.optim.shards import is_sharded
+from workhorse.parallel.shards import is_sharded
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.step.step import LossScale, Precision, TrainingStep
 

@@ -19,7 +19,6 @@ from workhorse.execute.training import checkpoint_activations
 from workhorse.nn import IGNORE, Decoder, DecoderConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import Routing
-from workhorse.optim.shards import local
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.division.layers import ExpertParallelGroup, divide_layers
 from workhorse.parallel.division.parts import ModelPart, check_divisible
@@ -27,6 +26,7 @@ from workhorse.parallel.division.sequences import ContextParallelGroup
 from workhorse.parallel.division.stages import divide_stages
 from workhorse.parallel.division.teams import Teams, make_teams
 from workhorse.parallel.processes.world import World
+from workhorse.parallel.shards import local
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.objectives.objective import Divided, Objective, UncountedObjective, counts_here
 from workhorse.train.objectives.policy import PolicyBatch, PolicyConfig

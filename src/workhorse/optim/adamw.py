@@ -15,7 +15,7 @@ from workhorse.native import Training
 from workhorse.optim.compiled import Recorded, compiled_adamw_, constants_of, numbers_of
 from workhorse.optim.gradients import number, refused
 from workhorse.optim.master_weights import MasterWeights, chunks, join, split
-from workhorse.optim.shards import local, placed_like
+from workhorse.parallel.shards import local, placed_like
 
 
 class AdamWConfig(Config):

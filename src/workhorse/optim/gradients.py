@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from workhorse.native import Training
 from workhorse.optim.master_weights import MasterWeights, chunks
-from workhorse.optim.shards import is_sharded, local, summed_over_shards, whole_rows
+from workhorse.parallel.shards import is_sharded, local, summed_over_shards, whole_rows
 
 if TYPE_CHECKING:
     from workhorse.parallel.division.parts import ModelPart

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from workhorse.devices.transfer import Destination, SkippedDestination
 from workhorse.native import Training
 from workhorse.nn.experts.router import ALWAYS_FLOAT32
-from workhorse.optim.shards import is_sharded, local, placed_like, sharded_like
+from workhorse.parallel.shards import is_sharded, local, placed_like, sharded_like
 from workhorse.transforms.lora import MAGNITUDE
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from workhorse.native import Training
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.gradients import number, refused
 from workhorse.optim.master_weights import MasterWeights
-from workhorse.optim.shards import is_sharded, local, part_of_stack, placed_like, whole_stack
+from workhorse.parallel.shards import is_sharded, local, part_of_stack, placed_like, whole_stack
 
 if TYPE_CHECKING:
     from workhorse.parallel.division.parts import TensorSlice

@@ -34,10 +34,10 @@ from workhorse.nn.logprobs import Vocabulary
 from workhorse.nn.norms import Norm
 from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
 from workhorse.nn.surgery import as_subclass, mixin_class, replace_modules
-from workhorse.optim.shards import is_sharded, local
 from workhorse.parallel.config import share_of
 from workhorse.parallel.processes.group import Group, summed, with_gradient
 from workhorse.parallel.processes.world import World
+from workhorse.parallel.shards import is_sharded, local
 
 
 class TensorParallelGroup:

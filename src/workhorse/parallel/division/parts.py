@@ -16,10 +16,10 @@ from workhorse.config.base import ConfigError
 from workhorse.files.safetensors import Slice
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
-from workhorse.optim.shards import is_sharded
 from workhorse.parallel.config import ParallelismConfig, share_of
 from workhorse.parallel.division.teams import Teams
 from workhorse.parallel.processes.group import Group
+from workhorse.parallel.shards import is_sharded
 
 TIED_TABLE = "embedding.tokens.weight"
 """Name of the embedding table. With a tied head, the first and the last pipeline stage have it."""

@@ -20,13 +20,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.nn import functional
 
-from workhorse.optim.shards import is_sharded, local
 from workhorse.parallel.config import MicroBatches, ParallelismConfig
 from workhorse.parallel.division.layers import ExpertParallelGroup
 from workhorse.parallel.division.parts import TIED_TABLE, ModelPart
 from workhorse.parallel.processes.exchange import Node, TreeSum, own_sum
 from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.world import World
+from workhorse.parallel.shards import is_sharded, local
 
 
 def holders(

@@ -7,6 +7,7 @@ A question is a conversation before its last message, or the prompt of a task. R
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from workhorse.data import Document
 from workhorse.data.conversations import Example
@@ -14,8 +15,10 @@ from workhorse.data.documents import hash_of
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig
 from workhorse.generate.conversation import TextMessage
-from workhorse.model.model import Model
 from workhorse.train.rewards import Reward
+
+if TYPE_CHECKING:
+    from workhorse.model.model import Model
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def _question_of(example: Example, where: str) -> Question:
 
 
 def answer_questions(
-    model: Model,
+    model: "Model",
     questions: Sequence[Question],
     rewards: Mapping[str, Reward],
     *,

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lm_eval.api.model import TemplateLM
@@ -22,8 +22,10 @@ from workhorse.evaluate.scoring import Question, Score, by_length, score
 from workhorse.execute.backend import Backend
 from workhorse.generate import Completion, GenerationConfig, generate
 from workhorse.generate.options import stored
-from workhorse.model.model import Model
 from workhorse.tokenizers import ChatTemplate
+
+if TYPE_CHECKING:
+    from workhorse.model.model import Model
 
 WHEN_SAMPLING = stored("do_sample")
 """Sampling options. With greedy decoding they are ignored, as in the harness."""
@@ -165,7 +167,7 @@ class HarnessModel(TemplateLM):
 
     def __init__(
         self,
-        model: Model,
+        model: "Model",
         *,
         progress: Progress = silent,
         batch_size: int | None = None,

@@ -113,7 +113,7 @@ def class_tests(path: Path, source: Path) -> list[str]:
 
 
 def test_no_files_import_each_other():
-    """Imports inside functions count too; import-linter checks only packages."""
+    """Imports inside functions count too. import-linter checks the order of packages."""
     source = ROOT / "src"
     modules: dict[str, Path] = {}
     for path in (source / "workhorse").rglob("*.py"):
@@ -162,8 +162,8 @@ def test_the_packages_behind_verbs_can_be_imported_first():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["execute", "memory", "model", "train"])
-def test_every_module_of_packages_that_import_each_other_can_be_first(package: str):
+@pytest.mark.parametrize("package", ["execute", "memory", "model", "run", "train"])
+def test_every_module_of_large_packages_can_be_first(package: str):
     source = ROOT / "src"
     found = (source / "workhorse" / package).rglob("*.py")
     names = [".".join(path.relative_to(source).with_suffix("").parts) for path in found]

@@ -5,13 +5,14 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 
 from workhorse.checkpoints import RunDirectory
 from workhorse.devices.memory import size
@@ -74,15 +75,23 @@ def write_report(runs: Sequence[RunDirectory], out: Path | None = None) -> Path:
 
 def rendered(package: str, template: str, *, title: str, **contents: Any) -> str:
     """Render a template of a package, with the head that all pages share."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    head, style, script = (
-        files("workhorse.train.report").joinpath(name).read_text("utf-8")
-        for name in ("head.html", "style.css", "script.js")
-    )
-    page = environment.from_string(head + files(package).joinpath(template).read_text("utf-8"))
-    text = page.render(style=style, script=script, title=title, **contents)
+    style, script = map(_text, ("style.css", "script.js"))
+    text = _compiled(package, template).render(style=style, script=script, title=title, **contents)
     # UTF-8 cannot represent half of a surrogate pair; JSON and YAML can.
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+@cache
+def _compiled(package: str, template: str) -> Template:
+    """The compiled template with its head. Compilation takes a tenth of the time of a small run."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.from_string(
+        _text("head.html") + files(package).joinpath(template).read_text("utf-8")
+    )
+
+
+def _text(name: str) -> str:
+    return files("workhorse.train.report").joinpath(name).read_text("utf-8")
 
 
 def contents(run: RunDirectory) -> dict[str, Any]:

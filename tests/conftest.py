@@ -26,6 +26,7 @@ from workhorse.checkpoints import RunDirectory, weights_of
 from workhorse.native.operators import LOADERS, resolve
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
+from workhorse.train import speed
 
 SEED = int(os.environ.get("WORKHORSE_TEST_SEED", "0"))
 
@@ -48,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if SEED:
         hypothesis.core.global_force_seed = SEED  # as the option --hypothesis-seed does
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # By default, a third of the time of a small run is spent in the measurement of the peak.
+    speed.PROBE_SECONDS, speed.PROBE_SIZES = 0.001, {"cpu": (256,)}
     # By default, a twentieth of the time is spent in garbage collection of imported modules.
     gc.set_threshold(10_000, 20, 20)
     if not hasattr(config, "workerinput"):

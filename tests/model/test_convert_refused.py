@@ -45,7 +45,7 @@ def test_what_cannot_be_written_is_refused_before_any_weight_is_made(tmp_path: P
 def test_an_unknown_format_is_refused_and_nothing_is_written(
     to: Any, run_folder: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(WorkhorseError, match="is not a format; choose hf, workhorse, gguf"):
+    with pytest.raises(WorkhorseError, match=r"^to=.* is unknown; choose hf, workhorse, gguf"):
         convert(run_folder, tmp_path / "out", to)
     assert not (tmp_path / "out").exists()
 
@@ -62,7 +62,7 @@ def test_nothing_is_written_among_the_files_of_a_run(run_folder: Path, place: st
 def test_an_unknown_number_format_is_refused_and_nothing_is_written(
     run_folder: Path, tmp_path: Path, dtype: Any
 ) -> None:
-    expected = "is not a dtype; choose auto, float32, bfloat16, float16, q8_0, q4_0, q4_k$"
+    expected = "is unknown; choose auto, float32, bfloat16, float16, q8_0, q4_0, q4_k$"
     with pytest.raises(WorkhorseError, match=expected):
         convert(run_folder, tmp_path / "out", "workhorse", dtype=dtype)
     assert not (tmp_path / "out").exists()

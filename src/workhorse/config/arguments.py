@@ -3,12 +3,9 @@
 import operator
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 from workhorse.errors import WorkhorseError, shown
-
-_NOT_TOKENS: tuple[type, ...] = (str, bytes, bytearray, set, frozenset, dict)
-"""Iterables that are not accepted as a sequence of token ids."""
 
 
 def integer(name: str, value: object, least: int) -> int:
@@ -42,11 +39,11 @@ def token_ids(tokens: Any, rule: str, remedy: str) -> list[int]:
         WorkhorseError: `tokens` is not a sequence of integers.
     """
     try:
-        if isinstance(tokens, _NOT_TOKENS):
+        if isinstance(tokens, str | bytes | bytearray | set | frozenset | dict):
             raise TypeError
         ids = list(tokens)
         if any(isinstance(token, bool) or getattr(token, "ndim", 0) for token in ids):
             raise TypeError
         return [operator.index(token) for token in ids]
     except (TypeError, RuntimeError):  # RuntimeError: a tensor on the meta device
-        raise WorkhorseError(f"{rule}, not {shown(tokens)}; {remedy}") from None
+        raise WorkhorseError(f"{rule}, not {shown(cast(object, tokens))}; {remedy}") from None

@@ -15,7 +15,7 @@ from workhorse.checkpoints.model_folder import check_new, write_model
 from workhorse.checkpoints.peft import write_peft
 from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.stored import is_stored, model_name, open_stored
-from workhorse.config.arguments import token_ids
+from workhorse.config.arguments import check_choice, token_ids
 from workhorse.devices.names import dtype_name
 from workhorse.errors import WorkhorseError, shown, warn_caller
 from workhorse.files.text_formats import to_path
@@ -92,11 +92,8 @@ def convert(
             target exists.
     """
     target = to_path(target, "a target is a path")
-    if to not in get_args(Format):
-        raise WorkhorseError(f"to={to!r} is not a format; choose {', '.join(get_args(Format))}")
-    if dtype not in get_args(DTypeName):
-        known = ", ".join(get_args(DTypeName))
-        raise WorkhorseError(f"dtype={shown(dtype)} is not a dtype; choose {known}")
+    check_choice("to", to, get_args(Format))
+    check_choice("dtype", dtype, get_args(DTypeName))
     if dtype in QUANTIZED and to != "gguf":
         raise WorkhorseError(f"dtype={dtype} needs --to gguf, not {to}; choose another dtype")
     check_callback(notify)

@@ -83,12 +83,9 @@ def load(
             model, or the execution is not possible.
     """
     name = model_name(model)
-    for option, value, known in (
-        ("kernel", kernel, get_args(KernelName)),
-        ("quantize", quantize, get_args(Quantization)),
-        ("execution", execution, EXECUTIONS),
-    ):
-        check_choice(option, value, known)
+    check_choice("kernel", kernel, get_args(KernelName))
+    check_choice("quantize", quantize, get_args(Quantization))
+    check_choice("execution", execution, EXECUTIONS)
     if not isinstance(exact, bool):
         raise WorkhorseError(f"exact={shown(exact)} is not a bool; give True or False")
     check_callback(notify)

@@ -11,7 +11,11 @@ from torch import Tensor
 from workhorse.checkpoints.adapted import AdapterConfig, Base, copy_adapter, hash_of
 from workhorse.checkpoints.gguf.read import GgufFile
 from workhorse.checkpoints.huggingface.export import find_family
-from workhorse.checkpoints.huggingface.load import ADAPTER_FILE, HuggingFaceDirectory
+from workhorse.checkpoints.huggingface.load import (
+    ADAPTER_FILE,
+    HuggingFaceDirectory,
+    resolve_model,
+)
 from workhorse.checkpoints.model_folder import ModelFolder
 from workhorse.checkpoints.peft import add_peft
 from workhorse.checkpoints.runs.run_directory import RunDirectory
@@ -127,8 +131,6 @@ def open_stored(
             )
         if not is_hub_id(str(model)):
             raise WorkhorseError(f"{model} does not exist; check the path")
-        from workhorse.checkpoints.huggingface.load import resolve_model
-
         try:
             path = resolve_model(str(model), weights=weights, notify=notify)
         except WorkhorseError as error:
@@ -182,20 +184,12 @@ def open_base(
     return base, weights
 
 
-def load_adapted(
+def _load_adapted(
     decoder: Decoder, state: Mapping[str, Any], weights: Mapping[str, Tensor], places: Places
 ) -> None:
-    """Load the base and the adapter of a run into a decoder, in place.
+    """Load the base and the adapter of a run's checkpoint into a decoder without values, in place.
 
-    Args:
-        decoder: a decoder without values.
-        state: the state of the run's checkpoint.
-        weights: the weights in the checkpoint.
-        places: returns the destinations of the base's weights. If it does not quantise them, they
-            get the format of the training.
-
-    Raises:
-        WorkhorseError: the base is missing, or it is another one.
+    If `places` does not quantise the weights of the base, they get the format of the training.
     """
     adapter = AdapterConfig.from_dict(state["recipe"]["adapter"])
     _, base = open_base(state["base"]["init"], decoder.config, state["base"]["sha256"])
@@ -240,7 +234,7 @@ class TrainedModel(RunDirectory):
             )
         decoder = empty_decoder(config, kernel, device, dtype or self.dtype)
         if "base" in state:
-            load_adapted(decoder, state, weights, places)
+            _load_adapted(decoder, state, weights, places)
         else:
             load_weights(decoder, weights, places)
         return decoder.eval()

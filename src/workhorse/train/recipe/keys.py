@@ -17,8 +17,6 @@ from workhorse.nn import DecoderConfig
 
 NAME = "NAME"
 """Placeholder in dotted keys for a name that the recipe chooses, such as the name of a block."""
-EXAMPLES = "examples.yaml"
-SYNONYMS = "synonyms.yaml"
 LISTED = 3
 """Maximum number of dotted keys that an error lists."""
 
@@ -66,22 +64,17 @@ def configs_at(recipe: type[Config], place: str) -> dict[str, type[Config]]:
     }
 
 
-def names_at(recipe: type[Config], place: str) -> bool:
-    """Return True if a mapping's keys are names that the recipe chooses, such as `model.blocks`."""
-    return bool(configs_at(recipe, f"{place}.{NAME}"))
-
-
 @cache
 def examples() -> dict[str, tuple[str, ...]]:
     """Return the examples of each config, by class name."""
-    text = resources.files("workhorse.train.recipe").joinpath(EXAMPLES).read_text("utf-8")
+    text = resources.files("workhorse.train.recipe").joinpath("examples.yaml").read_text("utf-8")
     return {name: tuple(listed) for name, listed in parse_yaml(text).items()}
 
 
 @cache
 def synonyms() -> dict[str, list[str]]:
     """Return the names of keys in other programs, with the names or dotted keys of a recipe."""
-    text = resources.files("workhorse.train.recipe").joinpath(SYNONYMS).read_text("utf-8")
+    text = resources.files("workhorse.train.recipe").joinpath("synonyms.yaml").read_text("utf-8")
     return parse_yaml(text)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from workhorse.config.base import Config, ConfigError, OfItsKind
 from workhorse.config.overrides import apply_overrides
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.train.recipe.keys import NAME, configs_at, names_at, section_at
+from workhorse.train.recipe.keys import NAME, configs_at, section_at
 from workhorse.train.recipe.recipe import Recipe, preset_with
 
 Notify = Callable[[str], object]
@@ -112,7 +112,8 @@ def _remove_if_null(fields: dict[str, Any], path: str) -> None:
     """Remove an item that was set to null, if its name is chosen by the user, such as a block."""
     above, _, name = path.rpartition(".")
     inside = section_at(above, fields)
-    if isinstance(inside, dict) and inside.get(name, NAME) is None and names_at(Recipe, above):
+    is_null = isinstance(inside, dict) and inside.get(name, NAME) is None
+    if is_null and configs_at(Recipe, f"{above}.{NAME}"):
         del inside[name]
 
 

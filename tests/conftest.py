@@ -146,14 +146,19 @@ def _draw(name: str) -> float:
 
 def mark_slow(items: list[pytest.Item]) -> None:
     """Mark cases as slow that `grids.yaml` excludes from the default suite."""
-    grids: dict[str, int] = yaml.safe_load((Path(__file__).parent / "grids.yaml").read_text())
+    grids: dict[str, int | str] = yaml.safe_load(
+        (Path(__file__).parent / "grids.yaml").read_text("utf-8")
+    )
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         for name in {item.nodeid, item.nodeid.split("[")[0]}:
             cases[name].append(item)
     for name, count in grids.items():
         grid = cases[name]
-        by_default = {index * len(grid) // count for index in range(count)}
+        if isinstance(count, str):
+            by_default = set(range(["even", "odd"].index(count), len(grid), 2))
+        else:
+            by_default = {index * len(grid) // count for index in range(count)}
         for index, item in enumerate(grid):
             if index not in by_default:
                 item.add_marker("slow")

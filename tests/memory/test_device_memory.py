@@ -11,10 +11,10 @@ from workhorse.memory import device_memory as accounts
 from workhorse.memory.device_memory import DeviceMemory, device_memory
 from workhorse.memory.step_memory import PlannedStep
 from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
+from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.division.parts import check_layers
 from workhorse.parallel.division.teams import part_of_model
-from workhorse.plan.limits import FINEST, MOST_TOKENS, largest, remedies, smallest_mesh
+from workhorse.plan.limits import FINEST, MOST_TOKENS, largest, remedies
 from workhorse.train.recipe.training import TrainConfig
 
 CUDA = torch.device("cuda")  # no CUDA device is needed
@@ -222,15 +222,6 @@ def test_longest() -> None:
         found = largest(needed, room, start, MOST_TOKENS)
         assert needed(found) <= room < needed(found + max(1, found // FINEST))
     assert largest(needed, 10, 256, MOST_TOKENS) == 0
-
-
-def test_the_smallest_mesh() -> None:
-    one = memory(standard(), {}, batch_size=1).total
-    assert smallest_mesh(PlannedStep(standard(), training(), CUDA), one) == UNDIVIDED
-    several = smallest_mesh(PlannedStep(standard(), training(), CUDA), int(0.7 * one))
-    assert several is not None
-    assert several.processes > 1
-    assert smallest_mesh(PlannedStep(standard(), training(), CUDA), 1000) is None
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ RECOMPUTED = "train.activation_checkpointing=true"
 @pytest.mark.usefixtures("without_limits")
 @pytest.mark.parametrize("adapter", [[], ["adapter.rank=4"]])
 def test_recomputation_takes_time_on_every_device(adapter: list[str]) -> None:
-    """l4 has no known links, so its time is a fraction of its peak; that of h100 is simulated."""
+    """The time of l4 is a fraction of its peak; that of h100 is simulated."""
     settings = [*SMALL[1:], "train.steps=10", "train.batch_size=64", *adapter]
     for device in ("l4", "h100"):
         once, again = (
@@ -283,12 +283,12 @@ def test_what_does_not_fit_has_remedies() -> None:
     for rows, fits in ((8, True), (16, False)):
         settings = [*SMALL[1:], batch, f"train.micro_batch_size={rows}"]
         assert plan(SMALL[0], settings, device="h100", memory=0.05)["memory"]["fits"] is fits
-    # The combination changes the mesh, then the optimizer.
-    before = plan(SMALL[0], [*SMALL[1:], batch], device="h100", memory=0.015)
+    # The combination changes the micro-batch, then the recomputation, then the optimizer.
+    before = plan(SMALL[0], [*SMALL[1:], batch], device="h100", memory=0.0258)
     *single, together = before["remedies"]
     assert [remedy["fits"] for remedy in (*single, together)] == [False] * 3 + [True]
     settings = [*SMALL[1:], batch, *together["setting"].split()]
-    after = plan(SMALL[0], settings, device="h100", memory=0.015)
+    after = plan(SMALL[0], settings, device="h100", memory=0.0258)
     assert after["memory"]["fits"]
     peaks = [one["memory"]["peak"]["total"] for one in (before, after)]
     assert peaks[0] - peaks[1] == together["saves"]
@@ -325,6 +325,22 @@ def test_a_mesh_divides_the_work() -> None:
     assert eight["time"]["seconds"] == pytest.approx(one["time"]["seconds"] / 8)
     assert eight["time"]["step"] is None
     assert eight["memory"]["peak"]["total"] < one["memory"]["peak"]["total"] / 4
+
+
+@pytest.mark.usefixtures("without_limits")
+def test_several_devices_have_no_time_without_a_utilization(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    several = [*SMALL, "--device", "h100", "--devices", "2"]
+    out = printed(capsys, *several)
+    assert "unknown for 2 devices; give --utilization" in out
+    assert ", on the fullest of 2 devices" in out
+    assert "fits: NVIDIA H100 SXM has" in out
+    *_, row = printed(capsys, *SMALL, "--device", "l4,h100", "--devices", "2").splitlines()
+    assert re.split("  +", row)[3:] == ["yes", "1", "1"]
+    message = "a time estimate, which is not available for 2 devices; add --utilization"
+    assert f"--price 2 needs {message}" in refused(capsys, *several, "--price", "2")
+    assert f"train.minutes=5 needs {message}" in refused(capsys, *several, "train.minutes=5")
 
 
 @pytest.mark.usefixtures("without_limits")

@@ -3,9 +3,7 @@
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +18,7 @@ from workhorse.models.describe import flops_per_token, recomputed_flops
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.facts import linear_layers
 from workhorse.optim.muon import MuonConfig
-from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.devices import GIGA
-from workhorse.train.recipe.training import TrainConfig
 from workhorse.transforms.quantization import FormatName, place_codes
 
 WAYS: dict[str, FormatName | None] = {"bfloat16": None, "int8": "int8", "int4": "int4"}
@@ -119,7 +115,6 @@ def allocated(decoder: Decoder) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-MOST_DEVICES = 4096
 MOST_TOKENS = 2**17
 """Maximum number of tokens per micro-batch that the search for the largest step tries."""
 FINEST = 8
@@ -133,9 +128,6 @@ class Limits(NamedTuple):
     """Maximum number of rows of `train.seq_len` tokens per micro-batch; 0 if no row fits."""
     seq_len: int
     """Maximum length in tokens if a micro-batch has one row; 0 if no tried length fits."""
-    mesh: ParallelismConfig | None
-    """The mesh with the fewest devices on which a step with one row of `train.seq_len` tokens per
-    replica fits; None if no tried mesh fits."""
 
 
 def limits(step: PlannedStep, room: int) -> Limits:
@@ -159,7 +151,7 @@ def limits(step: PlannedStep, room: int) -> Limits:
         rows = largest(lambda rows: needed(rows, tokens), room, 1, most, exact=True)
         most = max(tokens, MOST_TOKENS)
         length = largest(lambda length: needed(1, length), room, tokens, most)
-    return Limits(rows, length, smallest_mesh(step, room))
+    return Limits(rows, length)
 
 
 def largest(
@@ -223,35 +215,6 @@ def _expected(known: dict[int, int], room: int, low: int, high: int) -> int:
     return max(low, low + bisect_right(range(low, high + 1), room, key=expected) - 1)
 
 
-def smallest_mesh(step: PlannedStep, room: int) -> ParallelismConfig | None:
-    """The mesh with the fewest devices on which a step with one row per replica fits, or None.
-
-    The tried numbers of devices are powers of two, divided into `shard` and `tensor` ranks. More
-    tensor parallelism is tried last because it is slower.
-    """
-    held = 0
-    numbers = [2**power for power in range(MOST_DEVICES.bit_length())]
-    for devices, tensor in product(numbers, (1, 2, 4, 8)):
-        if devices % tensor:
-            continue
-        mesh = ParallelismConfig(shard=devices // tensor, tensor=tensor)
-        if held > room * devices:
-            continue
-        tried = replace(step, parallel=mesh)
-        tried = tried.with_train(batch_size=mesh.replicas, micro_batch_size=1)
-        try:
-            if devices > 1 and peak_of_passes(tried) > room:
-                continue
-            found = device_memory(tried)
-        except ConfigError:
-            continue  # the model cannot be divided by this mesh
-        if found.total <= room:
-            return mesh
-        if devices == 1:
-            held = sum(sum(sizes.values()) for sizes in found.held.values())
-    return None
-
-
 WORTHWHILE = 0.01
 """Minimum fraction of the peak memory that a change of settings must save to be suggested."""
 NAMED = 3
@@ -277,23 +240,23 @@ def remedies(step: PlannedStep, room: int) -> list[Remedy]:
     If none of them makes the step fit, the next change that does is added. If no change does, a
     combination of changes that does is added. The arguments are the same as in `limits`.
     """
-    train, mesh = step.train, step.parallel
+    train = step.train
     now = device_memory(step)
     before = now.total
     found: dict[str, tuple[Remedy, Change]] = {}
     decoder = step.config.build(device="meta")
     once = flops_per_token(decoder, train.seq_len, frozen=step.adapter is not None)
     share = recomputed_flops(decoder, train.seq_len) / once
-    for change in _changes(train, mesh, f"{share:.0%} more arithmetic"):
-        setting, cost, fields, wider = change
+    for change in _changes(step, f"{share:.0%} more arithmetic"):
+        setting, cost, fields = change
         key = setting.partition("=")[0]
         if key in found and found[key][0].fits:
             continue
         try:
-            # The memory of the optimizer's update depends only on mesh, dtype and optimizer.
-            tried = replace(step, parallel=wider).with_train(**fields)
+            # The memory of the optimizer's update depends only on dtype and optimizer.
+            tried = step.with_train(**fields)
             new = tried.train
-            if (wider, new.dtype, new.optimizer) == (mesh, train.dtype, train.optimizer):
+            if (new.dtype, new.optimizer) == (train.dtype, train.optimizer):
                 after = max(now.update, peak_of_passes(tried))
             else:
                 after = device_memory(tried).total
@@ -305,51 +268,41 @@ def remedies(step: PlannedStep, room: int) -> list[Remedy]:
     named, fitting = cheapest[:NAMED], [remedy for remedy in cheapest if remedy.fits]
     if fitting:
         return named if fitting[0] in named else [*named, fitting[0]]
-    settings, costs, combined, widest = list[str](), list[str](), dict[str, Any](), mesh
-    for _, (setting, cost, fields, wider) in found.values():
+    settings, costs, combined = list[str](), list[str](), dict[str, Any]()
+    for _, (setting, cost, fields) in found.values():
         settings, costs, combined = [*settings, setting], [*costs, cost], combined | fields
-        widest = widest if wider == mesh else wider
-        after = device_memory(replace(step, parallel=widest).with_train(**combined)).total
+        after = device_memory(step.with_train(**combined)).total
         if after <= room:
             return [*named, Remedy(" ".join(settings), "; ".join(costs), before - after, True)]
     return named
 
 
-Change = tuple[str, str, dict[str, Any], ParallelismConfig]
-"""A setting and its cost as in `Remedy`, the changed fields of `train`, and the changed mesh."""
+Change = tuple[str, str, dict[str, Any]]
+"""A setting and its cost as in `Remedy`, and the changed fields of `train`."""
 
 
-def _changes(train: TrainConfig, mesh: ParallelismConfig, recomputation: str) -> Iterator[Change]:
+def _changes(step: PlannedStep, recomputation: str) -> Iterator[Change]:
     """Yield the changes to try, those with the least effect on training first.
 
     If several change the same key, the first that fits is suggested. `recomputation` is the cost of
     activation checkpointing.
     """
-    own = train.micro_batches(mesh)
-    rows = own.size
-
-    def change(setting: str, cost: str, wider: ParallelismConfig = mesh, **fields: Any) -> Change:
-        return setting, cost, fields, wider
+    train = step.train
+    rows = train.micro_batches(step.parallel).size
 
     while rows > 1:
         rows //= 2
         cost = "same gradient; smaller matmuls are slower"
-        yield change(f"train.micro_batch_size={rows}", cost, micro_batch_size=rows)
+        yield f"train.micro_batch_size={rows}", cost, {"micro_batch_size": rows}
     if not train.activation_checkpointing:
         setting = "train.activation_checkpointing=true"
-        yield change(setting, recomputation, activation_checkpointing=True)
+        yield setting, recomputation, {"activation_checkpointing": True}
     if train.dtype == "float32":
         cost = "activations and gradients are rounded"
-        yield change("train.dtype=bfloat16", cost, dtype="bfloat16")
-    with suppress(ConfigError):  # other parallel settings may conflict with twice the shards
-        wider, batch = mesh.replace(shard=2 * mesh.shard), train.batch_size
-        batch *= 1 if own.rows > 1 else 2
-        more = f" train.batch_size={batch}" * (batch > train.batch_size)
-        setting = f"parallel.shard={wider.shard}{more}"
-        yield change(setting, "twice the devices", wider, batch_size=batch)
+        yield "train.dtype=bfloat16", cost, {"dtype": "bfloat16"}
     if not isinstance(train.optimizer, MuonConfig):
         cost = "another optimizer: tune its learning rate"
-        yield change("train.optimizer.kind=muon", cost, optimizer=MuonConfig())
+        yield "train.optimizer.kind=muon", cost, {"optimizer": MuonConfig()}
     if train.seq_len > 1:
         half = train.seq_len // 2
-        yield change(f"train.seq_len={half}", "half the context", seq_len=half)
+        yield f"train.seq_len={half}", "half the context", {"seq_len": half}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from workhorse.devices.memory import GIB, size
 from workhorse.errors import counted
 from workhorse.files.writing import write_atomically
-from workhorse.plan.limits import MOST_DEVICES, MOST_TOKENS, WAYS
+from workhorse.plan.limits import MOST_TOKENS, WAYS
 from workhorse.plan.subject import LEAST_FITTED
 from workhorse.train.report.chart import shown, ticks
 from workhorse.train.report.page import duration, rendered
@@ -65,18 +65,20 @@ def _cells(name: str, plan: dict[str, Any]) -> dict[str, str]:
     """The row of a device in `table`, by the titles of the columns."""
     memory, time, limits = plan["memory"], plan["time"], plan["limits"]
     rows, length = limits["micro_batch_size"], limits["seq_len"]
-    cost = {} if time["cost"] is None else {"cost": _figure(time["cost"], 2)}
-    return {
+    cells = {
         "device": name,
         "memory": size(memory["room"]),
         "peak": size(memory["peak"]["total"]),
         "fits": "yes" if memory["fits"] else "no",
         "rows at once": f"{'≥ ' * (rows >= _tried_rows(plan['train']))}{rows:,}",
         "longest row": f"{'≥ ' * (length >= MOST_TOKENS)}{length:,}",
-        f"time for {_work(plan)}": duration(time["seconds"]),
-        "of the peak": f"{time['utilization']:.0%}",
-        **cost,
     }
+    if time is not None:
+        cells[f"time for {_work(plan)}"] = duration(time["seconds"])
+        cells["of the peak"] = f"{time['utilization']:.0%}"
+        if time["cost"] is not None:
+            cells["cost"] = _figure(time["cost"], 2)
+    return cells
 
 
 def _tried_rows(train: dict[str, Any]) -> int:
@@ -163,7 +165,7 @@ def step_lines(memory: dict[str, Any], of: str = "") -> Iterator[str]:
 
 
 def _limits(limits: dict[str, Any], train: dict[str, Any], devices: int) -> Iterator[str]:
-    rows, length, mesh = limits["micro_batch_size"], limits["seq_len"], limits["mesh"]
+    rows, length = limits["micro_batch_size"], limits["seq_len"]
     of = " on each device" * (devices > 1)
     if rows:
         limit = "at least" if rows >= _tried_rows(train) else "at most"
@@ -172,24 +174,20 @@ def _limits(limits: dict[str, Any], train: dict[str, Any], devices: int) -> Iter
         yield f"not even one row of {train['seq_len']:,} tokens fits{of}"
     if length:
         yield f"{'at least' if length >= MOST_TOKENS else 'at most'} {length:,} tokens in one row"
-    if mesh is None:
-        yield f"fits on none of the tried meshes of up to {MOST_DEVICES:,} devices"
-    elif mesh["devices"] > 1:
-        ways = [f"{name} {mesh[name]}" for name in ("shard", "tensor") if mesh[name] > 1]
-        each = "each device" if mesh["tensor"] == 1 else f"every {mesh['tensor']} devices"
-        fewest = f"{mesh['devices']:,} devices ({', '.join(ways)})"
-        yield f"at least {fewest}, for one row at once on {each}"
 
 
 def _time(plan: dict[str, Any]) -> Iterator[str]:
-    time = plan["time"]
+    time, devices = plan["time"], plan["parallel"]["devices"]
+    if time is None and devices > 1:
+        yield f"unknown for {devices:,} devices; give --utilization"
+        return
     if time is None:
         yield "unknown for this machine; give --measure or --device NAME"
         return
     repeated = ", recomputation included" if plan["flops"]["repeated_per_token"] else ""
     yield (
         f"{duration(time['seconds'])} for {_work(plan)} on "
-        f"{counted(plan['parallel']['devices'], 'device')} at {time['utilization']:.0%} of "
+        f"{counted(devices, 'device')} at {time['utilization']:.0%} of "
         f"{shown(time['peak_flops'])} FLOP/s ({time['peak_of']}){repeated}"
     )
     if (step := time["step"]) is not None:

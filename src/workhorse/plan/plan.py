@@ -76,10 +76,11 @@ def plan(
             is changed to match.
         memory: memory per device in GiB; None: from the device's data sheet, or the free memory of
             this machine.
-        utilization: fraction of the peak FLOP/s that training reaches; None: simulated for devices
-            with known links, `UTILIZATION` for others.
+        utilization: fraction of the peak FLOP/s that training reaches; None: simulated for one
+            device with a known `reached`, `UTILIZATION` for others. There is no time of several
+            devices without it.
         price: price of a device per hour, in any currency. Like `utilization`, it needs a known
-            device or `measure`.
+            device or `measure`; with several devices also `utilization`.
         budget: floating-point operations for the compute-optimal sizes; None: those of the planned
             training.
         context: number of tokens per sequence in serving; None: the model's maximum.
@@ -90,17 +91,20 @@ def plan(
     Returns:
         The same data as `--json`: `source`, `kind`, `assumed`, `config`, `train`, `parameters`,
         `flops`, `device`, `parallel`, `memory` and `moments` (bytes), `remedies`, `limits` (None
-        if the memory is unknown), `time` (seconds; None if the peak FLOP/s are unknown),
-        `compute_optimal` (None with an adapter, or without steps and `budget`) and `serving`. For
-        fine-tuning without a number of steps, `train.steps` is None, and `flops` and `time` are for
-        `MILLION` tokens.
+        if the memory is unknown), `time` (seconds; None if the peak FLOP/s are unknown, and with
+        several devices without `utilization`), `compute_optimal` (None with an adapter, or without
+        steps and `budget`) and `serving`. For fine-tuning without a number of steps, `train.steps`
+        is None, and `flops` and `time` are for `MILLION` tokens.
 
     Raises:
         WorkhorseError: the source or device does not exist, the mesh does not divide the model or
             its batches evenly, or an option would have no effect.
     """
     _check_finite(memory=memory, utilization=utilization, price=price, budget=budget)
-    _check_options(device, measure, price=price, utilization=utilization)
+    if device is not None and measure:
+        raise WorkhorseError(
+            "--measure measures this machine and cannot be combined with --device; remove one"
+        )
     subject = find_subject(source, list(settings), notify, devices=devices)
     if budget is not None and subject.adapter is not None:
         raise WorkhorseError(f"--budget {budget:g} has no effect on an adapter; remove it")
@@ -114,12 +118,14 @@ def plan(
             f"--context {context} is more than the model's max_seq_len={config.max_seq_len}; "
             f"set model.max_seq_len={context}, or choose at most {config.max_seq_len}"
         )
-    peak = _peak(step, spec, measure)
-    if step.train.minutes is not None and peak is None:
-        raise WorkhorseError(
-            f"train.minutes={step.train.minutes:g} needs a time estimate, which is not available "
-            "for this machine; add --measure or --device NAME"
-        )
+    given = {"price": price, "minutes": step.train.minutes}
+    timed = utilization is not None or mesh.processes == 1
+    if not timed:
+        _check_time(f"{mesh.processes:,} devices", "--utilization", **given)
+    elif spec is None and not measure:
+        given["utilization"] = utilization
+        _check_time("this machine", "--measure or --device NAME", **given)
+    peak = _peak(step, spec, measure) if timed else None
     show("recording a training step")
     step = _with_micro_batch(step, room)
     reach = partial(_time, peak=peak, spec=spec, utilization=utilization)
@@ -156,7 +162,7 @@ def plan(
         },
         "moments": _moments(fullest),
         "remedies": [remedy._asdict() for remedy in found],
-        "limits": most and {**most._asdict(), "mesh": most.mesh and _ways(most.mesh)},
+        "limits": most and most._asdict(),
         "time": reach(step, flops, price=price),
         "compute_optimal": optimal if budget or (adapter is None and ends) else None,
         "serving": serving(
@@ -211,18 +217,15 @@ def _check_finite(**numbers: float | None) -> None:
             )
 
 
-def _check_options(device: str | None, measure: bool, **of_time: float | None) -> None:
-    """Raise an error if `--measure`, `--price` or `--utilization` would be ignored."""
-    if device is not None and measure:
-        raise WorkhorseError(
-            "--measure measures this machine and cannot be combined with --device; remove one"
-        )
-    given = [f"--{name} {value:g}" for name, value in of_time.items() if value is not None]
-    if given and device is None and not measure:
-        raise WorkhorseError(
-            f"{given[0]} needs a time estimate, which is not available for this machine; add "
-            "--measure or --device NAME"
-        )
+def _check_time(missing: str, remedy: str, **given: float | None) -> None:
+    """Raise an error if an option needs a time estimate, which `missing` does not have."""
+    for name, value in given.items():
+        if value:
+            option = f"train.{name}=" if name == "minutes" else f"--{name} "
+            raise WorkhorseError(
+                f"{option}{value:g} needs a time estimate, which is not available for {missing}; "
+                f"add {remedy}"
+            )
 
 
 def _for_device(train: TrainConfig, device: torch.device, spec: DeviceConfig | None) -> TrainConfig:
@@ -350,9 +353,9 @@ def _time(
         return None
     (rate, of), devices, train = peak, step.parallel.processes, step.train
     simulated, each = None, flops["per_token"] + flops["repeated_per_token"]
-    if utilization is None and spec is not None and spec.links is not None:
+    if utilization is None and spec is not None and spec.reached is not None:
         simulated = simulated_step(step, spec)
-        utilization = each * train.tokens_per_step / (simulated.seconds * rate * devices)
+        utilization = each * train.tokens_per_step / (simulated.seconds * rate)
     utilization = utilization or UTILIZATION
     seconds = each * flops["tokens"] / (rate * utilization * devices)
     hours = seconds * devices / HOUR

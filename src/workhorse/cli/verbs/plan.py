@@ -36,7 +36,7 @@ MOST_DEVICES = 10**6
     "--utilization",
     type=click.FloatRange(min=0, max=1, min_open=True),
     help="Fraction of a device's peak FLOP/s that training reaches, recomputation included."
-    "  [default: simulated if the device's links are known, otherwise 0.4]",
+    "  [default: simulated or 0.4 for one device; none for several]",
 )
 @click.option(
     "--price",

@@ -130,10 +130,31 @@ class Limits(NamedTuple):
     """Maximum length in tokens if a micro-batch has one row; 0 if no tried length fits."""
 
 
+class _Peaks:
+    """Computes the peak bytes of variants of a step.
+
+    The weight update is recorded once for all variants with the same update.
+    """
+
+    def __init__(self) -> None:
+        self.updates: dict[tuple[str, str, bool], int] = {}
+
+    def __call__(self, step: PlannedStep) -> int:
+        return max(self.update(step), peak_of_passes(step))
+
+    def update(self, step: PlannedStep) -> int:
+        """Peak bytes of the update, which has float32 gradients if there are micro-batches."""
+        train = step.train
+        several = train.micro_batches(step.parallel).count > 1
+        key = train.dtype, str(train.optimizer), several
+        if key not in self.updates:
+            self.updates[key] = device_memory(step).update
+        return self.updates[key]
+
+
 def limits(step: PlannedStep, room: int) -> Limits:
     """Find the largest training steps that fit into `room` bytes per device."""
-    config, train, mesh = step.config, step.train, step.parallel
-    update = device_memory(step).update
+    config, train, mesh, peak = step.config, step.train, step.parallel, _Peaks()
 
     def needed(rows: int, length: int) -> int:
         batch = rows * mesh.parts * mesh.pipeline  # enough micro-batches to fill the first stage
@@ -141,11 +162,10 @@ def limits(step: PlannedStep, room: int) -> Limits:
             batch *= 2
         longer = config.replace(max_seq_len=max(config.max_seq_len, length))
         tried = replace(step, config=longer)
-        tried = tried.with_train(batch_size=batch, micro_batch_size=rows, seq_len=length)
-        return max(update, peak_of_passes(tried))
+        return peak(tried.with_train(batch_size=batch, micro_batch_size=rows, seq_len=length))
 
     rows = length = 0
-    if update <= room:
+    if peak.update(step) <= room:
         tokens = train.seq_len
         most = max(1, MOST_TOKENS // tokens)
         rows = largest(lambda rows: needed(rows, tokens), room, 1, most, exact=True)
@@ -240,9 +260,8 @@ def remedies(step: PlannedStep, room: int) -> list[Remedy]:
     If none of them makes the step fit, the next change that does is added. If no change does, a
     combination of changes that does is added. The arguments are the same as in `limits`.
     """
-    train = step.train
-    now = device_memory(step)
-    before = now.total
+    train, peak = step.train, _Peaks()
+    before = device_memory(step).total
     found: dict[str, tuple[Remedy, Change]] = {}
     decoder = step.config.build(device="meta")
     once = flops_per_token(decoder, train.seq_len, frozen=step.adapter is not None)
@@ -253,13 +272,7 @@ def remedies(step: PlannedStep, room: int) -> list[Remedy]:
         if key in found and found[key][0].fits:
             continue
         try:
-            # The memory of the optimizer's update depends only on dtype and optimizer.
-            tried = step.with_train(**fields)
-            new = tried.train
-            if (new.dtype, new.optimizer) == (train.dtype, train.optimizer):
-                after = max(now.update, peak_of_passes(tried))
-            else:
-                after = device_memory(tried).total
+            after = peak(step.with_train(**fields))
         except ConfigError:
             continue
         if before - after >= WORTHWHILE * before:
@@ -271,7 +284,7 @@ def remedies(step: PlannedStep, room: int) -> list[Remedy]:
     settings, costs, combined = list[str](), list[str](), dict[str, Any]()
     for _, (setting, cost, fields) in found.values():
         settings, costs, combined = [*settings, setting], [*costs, cost], combined | fields
-        after = device_memory(step.with_train(**combined)).total
+        after = peak(step.with_train(**combined))
         if after <= room:
             return [*named, Remedy(" ".join(settings), "; ".join(costs), before - after, True)]
     return named

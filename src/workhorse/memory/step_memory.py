@@ -14,20 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from workhorse.checkpoints.adapted import AdapterConfig
+from workhorse.data import Batch
 from workhorse.devices.names import training_dtype
 from workhorse.devices.tape import Tape, stand_in, without_data
 from workhorse.errors import WorkhorseError
 from workhorse.models.describe import components_of, tensors_of
 from workhorse.nn import Decoder, DecoderConfig, TokenLogprobs
-from workhorse.nn.attention.kernels import Sdpa
+from workhorse.nn.attention.kernels import KernelName, Sdpa
 from workhorse.nn.shapes import AttentionOutput, Keys, Queries, Values
 from workhorse.nn.surgery import as_subclass, replace_modules
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.stages import one_forward_one_backward
-from workhorse.parallel.division.teams import absent_teams
+from workhorse.parallel.division.teams import Teams, absent_teams
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.step.build import build_step
+from workhorse.train.step.step import TrainingStep
 
 Module = TypeVar("Module", bound=nn.Module)
 aten = torch.ops.aten
@@ -138,6 +140,11 @@ class PlannedStep:
         """The step with changed fields of `train`."""
         return replace(self, train=self.train.replace(**fields))
 
+    def synthetic(self, rows: int, device: torch.device) -> Batch:
+        """Make a batch of `rows` rows for the step."""
+        tokens = torch.zeros(rows, self.train.seq_len, dtype=torch.int64, device=device)
+        return self.train.objective.synthetic(tokens, tokens if self.packed else None)
+
 
 class Place(NamedTuple):
     """The part and the component of a model that a parameter belongs to."""
@@ -211,31 +218,21 @@ def step_memory(
         stage: the pipeline stage; None for the last. If several micro-batches wait for their
             backward pass at once, only one of them is recorded.
     """
-    config, train, device = planned.config, planned.train, planned.device
-    parallel, adapter = planned.parallel, planned.adapter
-    kernel = "sdpa" if train.kernel.startswith("flex") else train.kernel
-    execution = "auto" if train.execution == "compiled" else train.execution
-    train = train.replace(kernel=kernel, fp8=False, execution=execution)
+    config, train, parallel = planned.config, planned.train, planned.parallel
     rows = train.batch_size
     if not parallel.is_exact:
         own = train.micro_batches(parallel)
         rows = min(own.rows, 2 * own.size)
-    here = stand_in(device)
+    here = stand_in(planned.device)
     with without_data(here) as tape:
-        teams = absent_teams(parallel, config.vocab_size, stage)
-        if adapter is None:
-            decoder = teams.build(config, train.kernel, here)
-        else:
-            decoder = adapter.trainable(config, kernel, here, training_dtype(train.dtype, device))
-        if here.type == "meta":
-            decoder = with_gpu_kernels(decoder)
-        step = build_step(decoder, train, here, parallel=parallel, teams=teams, whole=config)
+        step = build_without_data(planned, absent_teams(parallel, config.vocab_size, stage), here)
         decoder = step.objective.decoder
         step.turns = one_forward_one_backward  # without overlap of micro-batches, for any stage
         optimizer, places = step.optimizer, _places(decoder)
         weights = tensors_of(decoder)
-        if train.needs_initial_model and adapter is None:
-            initial = config.build(kernel, device=here, dtype=training_dtype(train.dtype, device))
+        if train.needs_initial_model and planned.adapter is None:
+            dtype = training_dtype(train.dtype, planned.device)
+            initial = config.build(_kernel(train), device=here, dtype=dtype)
             weights |= {f"initial.{name}": one for name, one in tensors_of(initial).items()}
             places |= {f"initial.{name}": place for name, place in _places(initial).items()}
         teacher = {
@@ -254,8 +251,7 @@ def step_memory(
             tape.mark(tensors.values(), kind)
         recorder = _Recorder(tape, step.objective, decoder)
         begin = tape.now
-        tokens = torch.zeros(rows, train.seq_len, dtype=torch.int64, device=here)
-        batch = train.objective.synthetic(tokens, tokens if planned.packed else None)
+        batch = planned.synthetic(rows, here)
         loss, count = step.backward(batch)
         tape.mark(optimizer.masters.sums.values(), "sums")
         if updates:
@@ -266,6 +262,26 @@ def step_memory(
             kind: _by_place(held[kind], places) for kind in held
         }
     return _recorded_memory(tape, recorder, by_place, begin, end)
+
+
+def build_without_data(planned: PlannedStep, teams: Teams, here: torch.device) -> TrainingStep:
+    """Build a step on tensors without data, within `without_data(here)`; see `step_memory`."""
+    config, train, adapter = planned.config, planned.train, planned.adapter
+    kernel = _kernel(train)
+    execution = "auto" if train.execution == "compiled" else train.execution
+    train = train.replace(kernel=kernel, fp8=False, execution=execution)
+    if adapter is None:
+        decoder = teams.build(config, kernel, here)
+    else:
+        dtype = training_dtype(train.dtype, planned.device)
+        decoder = adapter.trainable(config, kernel, here, dtype)
+    if here.type == "meta":
+        decoder = with_gpu_kernels(decoder)
+    return build_step(decoder, train, here, parallel=planned.parallel, teams=teams, whole=config)
+
+
+def _kernel(train: TrainConfig) -> KernelName:
+    return "sdpa" if train.kernel.startswith("flex") else train.kernel
 
 
 class _Recorder:

@@ -79,9 +79,9 @@ def test_micro_batches_do_not_change_the_gradient(objective: ObjectiveConfig) ->
         for ours, theirs in zip(found, gradients, strict=True):
             scale = max(1.0, theirs.abs().max().item())
             torch.testing.assert_close(ours, theirs, atol=1e-6 * scale, rtol=1e-6)
-        assert step._terms.keys() == whole._terms.keys()
-        for figure, value in whole._terms.items():
-            torch.testing.assert_close(step._terms[figure], value, atol=1e-5, rtol=1e-5)
+        assert step.terms.keys() == whole.terms.keys()
+        for figure, value in whole.terms.items():
+            torch.testing.assert_close(step.terms[figure], value, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("objective", ALL[:-1], ids=name)

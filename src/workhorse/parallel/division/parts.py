@@ -4,8 +4,8 @@ A part is a smaller decoder (`part_of_model`), a pipeline stage (`keep_stage`), 
 """
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -202,6 +202,42 @@ def _cuts(
                 starts[axis] = member * ways // members * size
         cuts[name] = TensorSlice(name, shape, tuple(starts), sizes, ways)
     return cuts
+
+
+class Kind(NamedTuple):
+    """The properties of a parameter that determine which ranks must sum its gradients."""
+
+    of_experts: bool
+    """True if the parameter belongs to routed experts that are divided among ranks."""
+    ways: int
+    """Number of different slices of the parameter; see `TensorSlice.ways`."""
+    tied: bool
+    """True if the first and the last pipeline stage both have the parameter."""
+
+    def part_of(self, parallel: ParallelismConfig, rank: int) -> Hashable:
+        """Return a key that is equal for ranks that sum the gradients of the same part."""
+        at = parallel.coordinates(rank)
+        stage = 0 if self.tied and at.pipeline == parallel.pipeline - 1 else at.pipeline
+        of_layers = at.tensor * self.ways // parallel.tensor
+        if self.of_experts:
+            return stage, of_layers, parallel.replica(rank) % parallel.expert
+        rows = (at.data, at.shard, at.context) if parallel.shard > 1 else ()
+        return stage, of_layers, rows
+
+
+def kinds_of(
+    names: Iterable[str], part: ModelPart | None, of_experts: Collection[str], *, tied: bool = False
+) -> dict[Kind, list[str]]:
+    """Group the names of parameters by the ranks that must sum their gradients.
+
+    `of_experts` has the names of the parameters of routed experts that are divided among ranks. For
+    the other arguments see `holders`.
+    """
+    kinds: dict[Kind, list[str]] = defaultdict(list)
+    for name in names:
+        ways = 1 if part is None else part.cuts[name].ways
+        kinds[Kind(name in of_experts, ways, tied and name == TIED_TABLE)].append(name)
+    return kinds
 
 
 def own_slices(

@@ -5,12 +5,11 @@ Each rank keeps its rows of every tensor (2304.11277; ZeRO stage 3, 1910.02054).
 it reduces the gradients and scatters them to the ranks.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from torch.nn import functional
 
 from workhorse.parallel.config import MicroBatches, ParallelismConfig
 from workhorse.parallel.division.layers import ExpertParallelGroup
-from workhorse.parallel.division.parts import TIED_TABLE, ModelPart
+from workhorse.parallel.division.parts import Kind, ModelPart, kinds_of
 from workhorse.parallel.processes.exchange import Node, TreeSum, own_sum
 from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.world import World
@@ -55,56 +54,25 @@ def holders(
     Returns:
         The names of the parameters of each group.
     """
-    kinds: dict[_Kind, list[str]] = defaultdict(list)
-    for name, parameter in parameters.items():
-        kind = _Kind(
-            of_experts=experts is not None and experts.owns(parameter),
-            ways=1 if part is None else part.cuts[name].ways,
-            tied=tied and name == TIED_TABLE,
-        )
-        kinds[kind].append(name)
+    divided = {name for name, own in parameters.items() if experts and experts.owns(own)}
+    kinds = kinds_of(parameters, part, divided, tied=tied)
     found: dict[Group, list[str]] = {}
     for kind in _of_any(world, kinds, parallel):
-        own = world.alike(partial(_part_of, parallel, kind))
+        own = world.alike(partial(kind.part_of, parallel))
         if kind in kinds:
             found.setdefault(own, []).extend(kinds[kind])
     return found
 
 
-class _Kind(NamedTuple):
-    """The properties of a parameter that determine which ranks must sum its gradients."""
-
-    of_experts: bool
-    """True if the parameter belongs to routed experts that are divided among ranks."""
-    ways: int
-    """Number of different slices of the parameter; see `TensorSlice.ways`."""
-    tied: bool
-    """True if the first and the last pipeline stage both have the parameter."""
-
-
-def _of_any(world: World, own: Collection[_Kind], parallel: ParallelismConfig) -> list[_Kind]:
+def _of_any(world: World, own: Collection[Kind], parallel: ParallelismConfig) -> list[Kind]:
     """Return the kinds of parameters that any rank has, in the same order on all ranks.
 
     `own` contains the kinds of this rank's parameters.
     """
     ways = range(1, parallel.tensor + 1)
-    every = [_Kind(*one) for one in product((False, True), ways, (False, True))]
+    every = [Kind(*one) for one in product((False, True), ways, (False, True))]
     here = world.gather(torch.tensor([kind in own for kind in every])).any(dim=0)
     return [kind for kind, there in zip(every, here.tolist(), strict=True) if there]
-
-
-def _part_of(parallel: ParallelismConfig, kind: _Kind, rank: int) -> Hashable:
-    """Return a key that is equal for ranks with the same part of the parameters of a kind.
-
-    These ranks sum the gradients of the part.
-    """
-    at = parallel.coordinates(rank)
-    stage = 0 if kind.tied and at.pipeline == parallel.pipeline - 1 else at.pipeline
-    of_layers = at.tensor * kind.ways // parallel.tensor
-    if kind.of_experts:
-        return stage, of_layers, parallel.replica(rank) % parallel.expert
-    rows = (at.data, at.shard, at.context) if parallel.shard > 1 else ()
-    return stage, of_layers, rows
 
 
 def shard(

@@ -68,6 +68,12 @@ class Teams(NamedTuple):
     """The first rank of the run with the same part of the model."""
 
     @property
+    def groups(self) -> dict[str, Group]:
+        """The groups, by the recipe key that divides among them."""
+        teams = {"context": self.sequences, "tensor": self.layers, "pipeline": self.stages}
+        return {name: team.group for name, team in teams.items() if team is not None}
+
+    @property
     def reports(self) -> bool:
         """True if this rank reports values that are equal on all its tensor-parallel ranks."""
         return self.layers is None or self.layers.group.is_first

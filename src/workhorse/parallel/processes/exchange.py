@@ -88,7 +88,7 @@ def add_fast(group: Group, tensors: Sequence[Tensor]) -> None:
     """All-reduce tensors of one dtype over a group, in place, summed in the backend's order."""
     if group.size == 1:
         return
-    for bucket in _buckets(tensors):
+    for bucket in buckets(tensors):
         _spread(group.add_(_flat(bucket)), bucket)
 
 
@@ -109,8 +109,8 @@ def add_exactly(world: World, tree: TreeSum, leaves: int) -> list[Tensor]:
         return tree.result()
     own = [node.tensors for node in tree.nodes]
     shares = [world.share(leaves, rank) for rank in range(world.size)]
-    for buckets in zip(*map(_buckets, own), strict=True):
-        _spread(_sum_of_all(world, buckets, shares), buckets[0])
+    for nodes in zip(*map(buckets, own), strict=True):
+        _spread(_sum_of_all(world, nodes, shares), nodes[0])
     return own[0]
 
 
@@ -150,7 +150,8 @@ def own_sum(group: Group, nodes: Tensor, shares: Sequence[range]) -> Tensor:
     return total
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Split a list of tensors into the buckets that are sent one at a time."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         bucket.append(tensor)

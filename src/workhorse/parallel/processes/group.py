@@ -6,7 +6,7 @@ import threading
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -118,35 +118,62 @@ class Group:
         return x
 
 
+class Call(NamedTuple):
+    """A collective that a rank has called."""
+
+    kind: str
+    """`all_gather`, `all_to_all`, `all_reduce`, `reduce_scatter`, `broadcast`, `send` or
+    `receive`."""
+    n_bytes: int
+    """Bytes of the rank's input; for `receive` of the received tensor."""
+
+
 class AbsentGroup(Group):
     """A group without other processes, to trace passes on tensors without data.
 
     Methods return tensors of the right shape and do not communicate.
+
+    Attributes:
+        calls: the collectives that were called.
     """
 
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        super().__init__(rank, size)
+        self.calls: list[Call] = []
+
+    def _note(self, kind: str, tensor: Tensor) -> None:
+        self.calls.append(Call(kind, tensor.numel() * tensor.element_size()))
+
     def gather(self, own: Tensor) -> Tensor:
+        self._note("all_gather", own)
         return own.new_empty(self.size, *own.shape)
 
     def exchange(
         self, rows: Tensor, sends: list[int] | None = None, receives: list[int] | None = None
     ) -> Tensor:
         del sends
+        self._note("all_to_all", rows)
         return rows.new_empty(_total(receives, rows), *rows.shape[1:])
 
     def add_(self, tensor: Tensor) -> Tensor:
+        self._note("all_reduce", tensor)
         return tensor
 
     def largest(self, tensor: Tensor) -> Tensor:
+        self._note("all_reduce", tensor)
         return torch.empty_like(tensor)
 
     def send(self, x: Tensor, to: int) -> None:
-        del x, to
+        del to
+        self._note("send", x)
 
     def receive(self, into: Tensor, sender: int) -> Tensor:
         del sender
+        self._note("receive", into)
         return into
 
     def broadcast_last_(self, x: Tensor) -> Tensor:
+        self._note("broadcast", x)
         return x
 
 

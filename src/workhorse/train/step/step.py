@@ -159,7 +159,7 @@ class TrainingStep:
         """Seconds that this process has spent in forward and backward passes."""
         self.reduction = reduction
         self.device_decides = device_decides
-        self._terms: dict[str, Tensor] = {}
+        self.terms: dict[str, Tensor] = {}
         """Means of the values to log that `backward` computed in addition to the loss."""
 
     def backward(self, batch: Batch, step: int = 0) -> tuple[Tensor, float]:
@@ -183,8 +183,8 @@ class TrainingStep:
                 sums = passes(0, len(batch))
             else:
                 sums = self.reduction(step, len(batch), passes)
-        self._terms = {name: total / (counted or 1) for name, total in sums.items()}
-        return self._terms.pop("loss"), counted
+        self.terms = {name: total / (counted or 1) for name, total in sums.items()}
+        return self.terms.pop("loss"), counted
 
     def _passes(self, batch: Batch, counted: float, begin: int, end: int) -> dict[str, Tensor]:
         """Accumulate the gradient of rows `begin` to `end` of the batch.
@@ -227,13 +227,13 @@ class TrainingStep:
                 self.reduction.world.add_(tally)
         norm = self._norm()
         # One copy of all figures, started before the update is queued: the host waits only once.
-        figures = ToHost(torch.stack([loss, norm.to(loss.dtype), *self._terms.values()]))
+        figures = ToHost(torch.stack([loss, norm.to(loss.dtype), *self.terms.values()]))
         if self.device_decides:
             grad_scale = shrink_on_device(loss, norm, self.scale.value, self.grad_clip)
             self.optimizer.step(schedule, grad_scale)
         loss_value, norm_value, *extra = figures.wait()
         norm_value /= self.scale.value
-        terms = dict(zip(self._terms, extra, strict=True))
+        terms = dict(zip(self.terms, extra, strict=True))
         result = StepResult(loss_value, norm_value, terms)
         if result.finite and not self.device_decides:
             grad_scale = 1 / self.scale.value

@@ -37,6 +37,7 @@ def lines(plan: dict[str, Any]) -> Iterator[str]:
         ("parameters", _parameters(plan["parameters"])),
         ("arithmetic", _arithmetic(plan["flops"])),
         ("memory", _memory(plan)),
+        ("communication", _communication(plan["collectives"])),
         ("time", _time(plan)),
         ("compute-optimal", _optima(plan["compute_optimal"])),
         ("serving", _serving(plan["serving"])),
@@ -174,6 +175,14 @@ def _limits(limits: dict[str, Any], train: dict[str, Any], devices: int) -> Iter
         yield f"not even one row of {train['seq_len']:,} tokens fits{of}"
     if length:
         yield f"{'at least' if length >= MOST_TOKENS else 'at most'} {length:,} tokens in one row"
+
+
+def _communication(collectives: list[dict[str, Any]]) -> Iterator[str]:
+    if collectives:
+        yield "calls of the fullest device in a step, and bytes that it passes to them"
+    for one in collectives:
+        name = f"{one['kind'].replace('_', '-')}, {one['group']} ({one['size']:,} devices)"
+        yield f"  {name:42} {one['count']:>8,} {size(one['bytes']):>12}"
 
 
 def _time(plan: dict[str, Any]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from workhorse.models.describe import (
     recomputed_flops,
 )
 from workhorse.parallel.config import ParallelismConfig
+from workhorse.plan.collectives import collectives
 from workhorse.plan.devices import GIGA, DeviceConfig, find_device
 from workhorse.plan.limits import limits, remedies, serving
 from workhorse.plan.step_time import simulated_step
@@ -77,8 +78,8 @@ def plan(
         memory: memory per device in GiB; None: from the device's data sheet, or the free memory of
             this machine.
         utilization: fraction of the peak FLOP/s that training reaches; None: simulated for one
-            device with a known `reached`, `UTILIZATION` for others. There is no time of several
-            devices without it.
+            device with a known `reached`, `UTILIZATION` for others. Without it, the time of several
+            devices is not estimated.
         price: price of a device per hour, in any currency. Like `utilization`, it needs a known
             device or `measure`; with several devices also `utilization`.
         budget: floating-point operations for the compute-optimal sizes; None: those of the planned
@@ -90,11 +91,12 @@ def plan(
 
     Returns:
         The same data as `--json`: `source`, `kind`, `assumed`, `config`, `train`, `parameters`,
-        `flops`, `device`, `parallel`, `memory` and `moments` (bytes), `remedies`, `limits` (None
-        if the memory is unknown), `time` (seconds; None if the peak FLOP/s are unknown, and with
-        several devices without `utilization`), `compute_optimal` (None with an adapter, or without
-        steps and `budget`) and `serving`. For fine-tuning without a number of steps, `train.steps`
-        is None, and `flops` and `time` are for `MILLION` tokens.
+        `flops`, `device`, `parallel`, `memory` and `moments` (bytes), `collectives` (each as in
+        `Collective`), `remedies`, `limits` (None if the memory is unknown), `time` (seconds; None
+        if the peak FLOP/s are unknown, and with several devices without `utilization`),
+        `compute_optimal` (None with an adapter, or without steps and `budget`) and `serving`. For
+        fine-tuning without a number of steps, `train.steps` is None, and `flops` and `time` are for
+        `MILLION` tokens.
 
     Raises:
         WorkhorseError: the source or device does not exist, the mesh does not divide the model or
@@ -132,6 +134,8 @@ def plan(
     step = _with_steps(step, reach, notify=notify)
     train, ends = step.train, has_end(step.train)
     fullest = device_memory(step)
+    show("counting collectives")
+    sent = collectives(step, fullest.stage)
     show("searching for the largest step that fits")
     most = None if room is None else limits(step, room)
     show("comparing remedies")
@@ -161,6 +165,7 @@ def plan(
             **account(fullest.held, fullest.activations, fullest.peak, room),
         },
         "moments": _moments(fullest),
+        "collectives": [one._asdict() for one in sent],
         "remedies": [remedy._asdict() for remedy in found],
         "limits": most and most._asdict(),
         "time": reach(step, flops, price=price),

@@ -11,7 +11,8 @@ import time
 
 import pytest
 
-from tests.serve.conftest import EVENT
+from tests.serve.conftest import EVENT, in_threads
+from tests.serve.fake_engine import make
 from tests.serve.raw import (
     SERVER,
     ask,
@@ -24,6 +25,8 @@ from tests.serve.raw import (
     read_head,
     read_reply,
 )
+from workhorse.serve.gate import Limits
+from workhorse.serve.settings import EngineSettings
 
 ROUTE = "/v1/completions"
 
@@ -197,7 +200,9 @@ def test_a_request_may_not_take_too_long():
         assert (await read_head(reader))[0] == 408
         await left(writer)
 
-    with fake_server(max_sequences=4, places=8, seconds=3, body_seconds=1) as (address, _):
+    engine, facts = make(EngineSettings("fake", max_sequences=4))
+    limits = Limits(places=8, seconds=3, body_seconds=1)
+    with in_threads(engine, facts, name="fake", limits=limits) as address:
         asyncio.run(main(address))
 
 

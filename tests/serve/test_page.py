@@ -5,8 +5,11 @@ import base64
 import hashlib
 import re
 
-from tests.serve.raw import ask, fake_server
+from tests.serve.conftest import in_threads
+from tests.serve.fake_engine import make
+from tests.serve.raw import ask
 from workhorse.serve.page import FILE, page
+from workhorse.serve.settings import EngineSettings
 
 PAGE = FILE.read_text()
 
@@ -27,7 +30,7 @@ def test_the_page_is_served_with_a_policy_that_allows_only_itself():
         (model,) = (await ask(address, "GET", "/v1/models")).json["data"]
         assert (model["trained_to_chat"], model["sampling"]["temperature"]) == (False, 1.0)
 
-    with fake_server() as (address, _):
+    with in_threads(*make(EngineSettings("fake")), name="fake") as address:
         asyncio.run(main(address))
 
 
@@ -56,5 +59,5 @@ def test_a_reply_continues_after_given_tokens():
         entries = reply["choices"][0]["logprobs"]["content"]
         assert [entry["token_id"] for entry in entries] == list(b"ab")
 
-    with fake_server() as (address, _):
+    with in_threads(*make(EngineSettings("fake")), name="fake") as address:
         asyncio.run(main(address))

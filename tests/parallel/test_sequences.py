@@ -13,10 +13,11 @@ from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.division.parts import check_divisible
 
 
-def test_three_members_pass_as_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [0, 4])
+def test_three_members_pass_as_one(tmp_path: Path, first: int) -> None:
     """Runs a part of the grid, alternately with and without documents; a campaign runs all."""
     context = [ParallelismConfig(context=3)]
-    check_parts(tmp_path, context, CAUSAL[::4], [[None], [DOCUMENTS]])
+    check_parts(tmp_path, context, CAUSAL[first::8], [[None], [DOCUMENTS]])
 
 
 def test_three_members_have_the_experts_of_one(tmp_path: Path) -> None:

@@ -77,9 +77,9 @@ def model(**fields: Any) -> DecoderConfig:
     )
 
 
-def mixture() -> DecoderConfig:
+def mixture(**fields: Any) -> DecoderConfig:
     experts = {"kind": "moe", "n_experts": 4, "top_k": 2, "d_ff": 16, "activation": "silu"}
-    return model(feed_forward=experts)
+    return model(feed_forward={**experts, **fields})
 
 
 def planned(config: DecoderConfig, ways: dict[str, Any], **fields: Any) -> PlannedStep:
@@ -187,6 +187,7 @@ def test_settings_of_two_processes(tmp_path: Path) -> None:
             planned(model(), {"tensor": 2}, **again),
             planned(tied, {"pipeline": 2}, dtype="float32"),
             planned(mixture(), {"data": 2, "expert": 2}, **again),
+            planned(mixture(weigh="input", bias=True), {"data": 2, "expert": 2}),
             planned(mixture(), {"shard": 2, "expert": 2}, micro_batch_size=4),
         ],
     )
@@ -195,6 +196,7 @@ def test_settings_of_two_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_divisions_at_once(tmp_path: Path) -> None:
     one = {"micro_batch_size": 1}
+    learned = model().replace(embedding={"position": {"kind": "learned"}, "norm": "rms_norm"})
     check(
         tmp_path,
         [
@@ -203,6 +205,8 @@ def test_two_divisions_at_once(tmp_path: Path) -> None:
             planned(model(), {"shard": 2, "pipeline": 2}, **one),
             planned(model().replace(n_layers=4), {"shard": 2, "pipeline": 2}, **one),
             planned(model(), {"shard": 2, "pipeline": 2, "reshard": "step"}, **one),
+            planned(learned, {"shard": 2, "pipeline": 2}, **one),
+            planned(learned.replace(head={"tied": True}), {"shard": 2, "pipeline": 2}, **one),
             planned(model(), {"shard": 2, "tensor": 2}),
             planned(model(), {"shard": 2, "context": 2}),
             planned(model(), {"tensor": 4}),

@@ -135,13 +135,16 @@ class _Count:
                 self._add(_Ranks(name, group.size), *call, times)
         config, train, ranks = step.config, step.train, _Ranks("expert", whole.expert)
         forwards = times * (1 + train.activation_checkpointing)
-        width = config.d_model * getattr(torch, train.dtype).itemsize
+        item = getattr(torch, train.dtype).itemsize
         for layer in share_of(config.n_layers, whole.pipeline, self.stage):
             if mixture := config.blocks[config.layer_names()[layer]].mixture:
                 chosen = rows * train.seq_len // whole.context * mixture.top_k
                 # The numbers of tokens of each expert; then the tokens, and the outputs back.
                 self._add(ranks, "all_to_all", mixture.n_experts * INT64, forwards)
-                self._add(ranks, "all_to_all", chosen * width, 2 * (forwards + times))
+                # A router's weights are in float32, and so are the inputs that they multiply.
+                for sent in (FLOAT32 if mixture.weigh == "input" else item, item):
+                    n_bytes = chosen * config.d_model * sent
+                    self._add(ranks, "all_to_all", n_bytes, forwards + times)
         return traced
 
     def _shards(self, traced: TrainingStep, of_experts: Collection[str]) -> None:

@@ -113,9 +113,9 @@ class Served:
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server of the chat model."""
+    """A server of the chat model, in this process; test_invariance.py starts one of its own."""
     folder = write_chat_run(tmp_path_factory.mktemp("serve") / MODEL)
-    with serving(folder) as url:
+    with serving_here(folder) as url:
         yield Served(url, url.removesuffix("/v1"), folder)
 
 

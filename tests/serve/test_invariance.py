@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
-from tests.serve.conftest import CONTEXT, MODEL, Served, serving_here
+from tests.serve.conftest import CONTEXT, MODEL, Served, serving
 
 COMMON = "the same beginning of several prompts, longer than a block of the cache; "
 COUNTS = 8, 24
@@ -50,7 +50,7 @@ def test_answers_have_the_same_bytes_whatever_else_is_served(
 def test_answers_with_guesses_have_the_same_bytes(
     http: httpx2.Client, served: Served, count: int
 ) -> None:
-    with serving_here(served.folder, speculate=4) as url:
+    with serving(served.folder, "--speculate", "4") as url:
         guessing = httpx2.Client(base_url=url.removesuffix("/v1"), headers=http.headers, timeout=60)
         with guessing:
             compare(http, guessing, count, rounds=1)

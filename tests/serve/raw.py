@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,17 +43,28 @@ def fake_server(step: float = 0.002, **settings) -> Iterator[tuple[str, subproce
         *(f"{name}={value}" for name, value in settings.items()),
     ]
     environment = {**os.environ, "STEP_SECONDS": str(step)}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-    try:
-        assert process.stdout is not None
-        address = process.stdout.readline().strip()
-        assert address, process.communicate()[1]
-        yield address, process
-    finally:
-        process.kill()
-        process.communicate()
+    # A file, because a pipe that nobody reads would stop the server when it is full.
+    with (
+        tempfile.TemporaryFile("a+") as said,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment
+        ) as process,
+    ):
+        process.stderr = said
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().strip()
+            assert address, said_by(process)
+            yield address, process
+        finally:
+            process.kill()
+
+
+def said_by(process: subprocess.Popen) -> str:
+    """Return the messages of a server of `fake_server` so far."""
+    assert process.stderr is not None
+    process.stderr.seek(0)
+    return process.stderr.read()
 
 
 def encoded(method: str, path: str, body: object = None, headers: dict | None = None) -> bytes:

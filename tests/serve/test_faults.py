@@ -24,6 +24,7 @@ from tests.serve.raw import (
     read_chunks,
     read_head,
     read_reply,
+    said_by,
 )
 from workhorse.serve.gate import Limits
 from workhorse.serve.settings import EngineSettings
@@ -318,7 +319,7 @@ def test_keys_and_the_end():
         assert process.wait(60) == 128 + signal.SIGTERM
         assert children
         assert not any(os.path.exists(f"/proc/{child}/exe") for child in children)
-        said = process.stderr.read()
+        said = said_by(process)
         assert "shutting down after 2 requests" in said
         assert "dropped 1 request\n" in said
 

@@ -102,10 +102,13 @@ FIELDS = [
     *("top_k", "min_p", "repetition_penalty", "ignore_eos", "timings", "logprobs", "top_logprobs"),
     *("best_of", "suffix", "tools", "response_format", "user", "metadata", "store", "functions"),
     *("tokens", "content", "max_completion_tokens", "nonsense"),
+    *("input", "instructions", "text", "reasoning", "include", "max_output_tokens", "tool_choice"),
+    *("structured_outputs", "reply_tokens", "chat_template_kwargs", "reasoning_effort"),
 ]
 PATHS = (
     ROUTE,
     "/v1/chat/completions",
+    "/v1/responses",
     "/tokenize",
     "/detokenize",
     "/v1/models",
@@ -124,6 +127,11 @@ def fuzzed(pick: random.Random) -> bytes:
         body["messages"] = [{"role": "user", "content": "hi"}]
         if pick.random() < 0.5:
             body["messages"][0][pick.choice(["role", "content", "name", "x"])] = pick.choice(JUNK)
+    elif path == "/v1/responses":
+        item = {"role": "user", "content": "hi"}
+        if pick.random() < 0.5:
+            item[pick.choice(["type", "role", "content", "id", "call_id"])] = pick.choice(JUNK)
+        body = {"model": "fake", "max_output_tokens": 2, "input": pick.choice(["hi", [item]])}
     elif path == "/tokenize":
         body = {"content": "abc"}
     elif path == "/detokenize":

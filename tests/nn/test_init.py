@@ -170,7 +170,7 @@ def test_a_generator_or_the_global_seed_decides() -> None:
 
 IMPORTS = """
 import sys
-from workhorse.train import Recipe, StopSignals
+import workhorse.train
 from workhorse.models import preset
 preset("gpt2").build(device="meta")
 print("sympy" in sys.modules)

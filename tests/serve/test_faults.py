@@ -26,7 +26,7 @@ from tests.serve.raw import (
     read_reply,
     said_by,
 )
-from workhorse.serve.gate import Limits
+from workhorse.serve.gate import Gate, Keys, Limits
 from workhorse.serve.settings import EngineSettings
 
 ROUTE = "/v1/completions"
@@ -205,6 +205,33 @@ def test_a_request_may_not_take_too_long():
     limits = Limits(places=8, seconds=3, body_seconds=1)
     with in_threads(engine, facts, name="fake", limits=limits) as address:
         asyncio.run(main(address))
+
+
+def test_a_whole_answer_is_not_ended_again():
+    """An application that sent its answer may still run when the time is over."""
+    sent = []
+
+    async def application(scope, receive, send):
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"all"})
+        await asyncio.sleep(60)
+
+    async def receive():
+        return received.pop() if received else await asyncio.sleep(60)
+
+    async def send(message):
+        sent.append(message)
+
+    received = [{"type": "http.request", "body": b"{}"}]
+    gate = Gate(
+        application, Keys([]), Limits(seconds=0.01), on_answer=lambda *_: None, loopback=False
+    )
+    headers = [(b"content-type", b"application/json")]
+    state = {"failure": lambda error: b"late"}
+    scope = {"type": "http", "method": "POST", "path": ROUTE, "headers": headers, "state": state}
+    asyncio.run(gate(scope, receive, send))
+    assert [message["body"] for message in sent[1:]] == [b"all"]
 
 
 def test_the_engine_is_restarted_and_clients_are_told(address):

@@ -228,6 +228,7 @@ class Gate:
     async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Run the application until it ends, the client leaves or the time limit is reached."""
         begun: dict[bytes, bytes] | None = None
+        is_whole = False
         given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         never = asyncio.Event()
 
@@ -238,10 +239,11 @@ class Gate:
             raise AssertionError("the event is never set")
 
         async def watched(message: Message) -> None:
-            nonlocal begun
+            nonlocal begun, is_whole
             if message["type"] == "http.response.start":
                 begun = dict(message["headers"])
             await send(message)
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body")
 
         async def until_left() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -261,7 +263,7 @@ class Gate:
             await asyncio.wait({task, left})
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error
-        if not in_time:
+        if not in_time and not is_whole:
             await self._end_late(scope, begun, send)
 
     async def _end_late(self, scope: Scope, begun: dict[bytes, bytes] | None, send: Send) -> None:

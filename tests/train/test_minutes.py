@@ -14,7 +14,7 @@ from workhorse.checkpoints import RunDirectory
 from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.parallel.processes.world import ALONE
-from workhorse.run import assembly, dry_run, estimate, train
+from workhorse.run import build, dry_run, estimate, train
 from workhorse.run.minutes import settle, steps_within, time_steps, with_steps
 from workhorse.train import Recipe, override_recipe
 from workhorse.train.report.page import contents
@@ -31,7 +31,7 @@ def clock_of(seconds: float) -> Callable[[], float]:
 @pytest.fixture
 def half_minute(make_recipe, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """A recipe with half a minute; a step takes a second and a half."""
-    monkeypatch.setattr(assembly, "settle", partial(settle, clock=clock_of(1.5)))
+    monkeypatch.setattr(build, "settle", partial(settle, clock=clock_of(1.5)))
     schedule = {"kind": "cosine", "warmup_steps": 30}
     return make_recipe(steps=None, minutes=0.5, schedule=schedule, checkpoint_every=4)
 

@@ -15,7 +15,7 @@ from workhorse.data import Batch
 from workhorse.memory.capacity import shares
 from workhorse.nn import IGNORE, Decoder
 from workhorse.optim.adamw import AdamWConfig
-from workhorse.run.inputs import check_needs
+from workhorse.run.plan import check_needs
 from workhorse.run.resume import Resumption
 from workhorse.train import Recipe, TrainConfig
 from workhorse.train.objectives.distill import DistillConfig

@@ -255,7 +255,7 @@ def test_a_tracker_that_fails_is_left_out(
         seen.append(event["step"])
         raise OSError("the network is down")
 
-    monkeypatch.setattr("workhorse.run.assembly.open_tracker", lambda *_: track)
+    monkeypatch.setattr("workhorse.run.build.open_tracker", lambda *_: track)
     monkeypatch.setattr("workhorse.run.check.check_tracker", lambda name: None)
     told: list[dict[str, Any]] = []
     result = train(make_recipe(trackers=["wandb"]), tmp_path / "run", on_event=told.append)

@@ -196,7 +196,7 @@ def test_a_model_that_memory_cannot_hold_leaves_nothing(
     def refuse(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("workhorse.run.run.assemble", refuse)
+    monkeypatch.setattr("workhorse.run.run.plan_run", refuse)
     with pytest.raises(MemoryError):
         train(make_recipe(), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -6,7 +6,7 @@ new sequences in every step. So their reference model is kept in memory, and the
 copy of the initial weights.
 """
 
-import hashlib
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workhorse.checkpoints.model_folder import ModelFolder, write_model
 from workhorse.data import Batch, Dataset, Split
 from workhorse.data.batches import ValidationBatches
 from workhorse.data.config import TooLong
 from workhorse.data.dataset import open_array
 from workhorse.data.manifest import write_array
+from workhorse.errors import WorkhorseError
 from workhorse.execute.scoring import ScoringBody
 from workhorse.parallel.processes.world import World
+from workhorse.run.model import RunModel, frozen_model, scorer, with_whole_weights
+from workhorse.run.plan import RunPlan
 from workhorse.train.objectives.objective import (
     Divided,
     ModelObjective,
@@ -31,27 +35,13 @@ from workhorse.train.objectives.objective import (
     Wrapped,
     target_weights,
 )
-from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.step.step import Precision, TrainingStep
+from workhorse.transforms.adapters import disabled
 
 OfTargets = Callable[[Batch], Tensor]
 """Computes a value for each target of a batch, (rows, seq), on the CPU."""
 Progress = Callable[[int, int], None]
 """Called with the number of batches done and in total."""
-
-
-def reference_digest(train: TrainConfig, folder: Path) -> str | None:
-    """Return the SHA-256 of the files in the folder of a run's reference; None if it has none."""
-    needed = "reference" in train.objective.needs or train.needs_initial_model
-    if not needed or not folder.is_dir():
-        return None
-    whole = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".npy", ".json", ".safetensors"):
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256")
-            whole.update(f"{path.name} {digest.hexdigest()}\n".encode())
-    return whole.hexdigest()
 
 
 def load_references(dataset: Dataset, folder: Path) -> bool:
@@ -70,6 +60,78 @@ def load_references(dataset: Dataset, folder: Path) -> bool:
         remedy = "restore it, or start a new run"
         stream.reference = open_array(path, stream.n_documents, remedy)
     return True
+
+
+def prepare_references(plan: RunPlan, model: RunModel) -> None:
+    """Load the reference model's log-probabilities if the objective needs them.
+
+    A new run computes them first, with its initial weights. So does a run that ended before its
+    first checkpoint, because its initial model can have changed since then.
+
+    Args:
+        plan: the run.
+        model: its model. At a checkpoint its weights are not used.
+    """
+    if "reference" not in plan.train.objective.needs:
+        return
+    folder = plan.run.reference_folder
+    if plan.checkpoint is not None:
+        if load_references(plan.dataset, folder):
+            return
+        raise WorkhorseError(
+            f"{folder} is missing, the log-probabilities of the model that this run started from; "
+            "restore it, or start a new run"
+        )
+    plan.notify("computing the reference model's log-probabilities")
+    step, size = model.step, model.step.micro_batch_size
+    compute = compute_references
+    if plan.world.lockstep or plan.recipe.parallel.team > 1:
+        scores = divided_sequence_scores(step)
+        compute = with_whole_weights(step, plan.world, compute)
+        assert compute is not None
+    else:
+        scores = sequence_scores(
+            token_logprobs(scorer(plan, model.reference), step.precision, size)
+        )
+    compute(
+        scores,
+        plan.dataset,
+        folder,
+        seq_len=plan.train.seq_len,
+        batch_size=size,
+        too_long=plan.recipe.data.too_long,
+        world=plan.world,
+        device=plan.device,
+    )
+
+
+def initial_logprobs(plan: RunPlan, model: RunModel) -> OfTargets:
+    """Return a function that computes log-probabilities with the weights that a run started from.
+
+    With an adapter, it uses the base in training. Otherwise a new run writes these weights, which
+    `model` still has, to the run directory.
+    """
+    options = model.step.precision, model.step.micro_batch_size
+    if model.base is not None:
+        body = scorer(plan, model.reference)
+        compute = token_logprobs(body, *options)
+
+        def without_adapter(batch: Batch) -> Tensor:
+            with disabled(body):
+                return compute(batch)
+
+        return without_adapter
+    folder = plan.run.reference_folder
+    with plan.world.first_before_others():
+        if plan.checkpoint is None and plan.world.is_first:
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that ended before a checkpoint
+            write_model(folder, model.reference, tokenizer=None)
+    if not ModelFolder.is_one(folder):
+        raise WorkhorseError(
+            f"{folder} is missing, the model that this run started from; restore it, or start a "
+            "new run"
+        )
+    return token_logprobs(scorer(plan, frozen_model(plan, folder)), *options)
 
 
 def compute_references(

@@ -14,13 +14,13 @@ from workhorse.data.sources import check_outside
 from workhorse.errors import WorkhorseError
 from workhorse.files.writing import TAKES_NO_MORE, refusal
 from workhorse.models.describe import count_parameters
-from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.processes.group import Group, watchdog
 from workhorse.parallel.processes.world import World, join_processes
-from workhorse.run.assembly import assemble
+from workhorse.run.build import build_loop, build_run
 from workhorse.run.check import check_recipe, recipe_warnings
 from workhorse.run.minutes import as_begun
+from workhorse.run.plan import RunPlan, plan_run
 from workhorse.run.resume import Resumption, before_jump, plan_resumption
 from workhorse.train.loop import Loop, StopSignals
 from workhorse.train.recipe.recipe import Recipe
@@ -150,18 +150,10 @@ def _train(
         fresh = world.is_first and not resume
         if fresh:
             run.begin(recipe.to_yaml())
-        start = partial(
-            assemble,
-            run=run,
-            device=device,
-            on_event=on_event,
-            store=into,
-            settings=settings,
-            world=world,
-        )
+        planned = partial(plan_run, run=run, device=device, world=world, on_event=on_event)
         loop: Loop | None = None
         try:
-            loop = start(recipe, at=resumed)
+            recipe, loop = _begin(planned(recipe, at=resumed), into, settings)
             ended = _get_through(loop, signals, parallel.patience)
         except Exception:  # such as out of memory; a run without a step is not worth keeping
             if fresh and (loop is None or loop.counters.step == 0):
@@ -169,11 +161,10 @@ def _train(
             raise
         while not ended:
             jumped = loop.counters
-            recipe = Recipe.from_dict(loop.constants["recipe"])  # has steps instead of minutes
             at = before_jump(into.newest, recipe, jumped)
             del loop  # frees its memory before the model is built again
             gc.collect()
-            loop = start(recipe, at=at)
+            _, loop = _begin(planned(recipe, at=at), into, settings)
             rows = at.rows - at.state["counters"]["rows"]
             line = (
                 f"loss spike at step {jumped.step:,}: resuming from step {at.step:,} and skipping "
@@ -185,6 +176,12 @@ def _train(
             if world.is_first:
                 write_report([run])
             return _result(loop, run, signals)
+
+
+def _begin(plan: RunPlan, store: CheckpointStore, settings: Sequence[str]) -> tuple[Recipe, Loop]:
+    """Build the loop of a plan; return it with its recipe, which has steps instead of minutes."""
+    plan, parts = build_run(plan)
+    return plan.recipe, build_loop(plan, parts, store, settings)
 
 
 def _get_through(loop: Loop, signals: StopSignals, patience: float) -> bool:
@@ -277,7 +274,7 @@ def _result(loop: Loop, run: RunDirectory, signals: StopSignals) -> TrainResult:
         run_directory=run.path,
         step=loop.counters.step,
         steps=loop.config.length,
-        parameters=count_parameters(DecoderConfig.from_dict(loop.constants["config"]))["total"],
+        parameters=count_parameters(run.config)["total"],
         loss=events.get("step", {}).get("loss"),
         validation_loss=validation.get("loss"),
         figures={

@@ -144,7 +144,7 @@ class Loop:
         store: the checkpoint store.
         metrics: the file of events.
         on_event: called with every event.
-        constants: values stored in every checkpoint, such as the recipe.
+        identity: values that identify the run, such as the recipe; every checkpoint stores them.
         flops_per_token: floating-point operations of training, per token.
         peak: the peak floating-point operations per second of the device.
         check_place: function that raises an error if the run's folder was moved or removed.
@@ -161,7 +161,7 @@ class Loop:
     store: CheckpointStore
     metrics: MetricsFile
     on_event: Callable[[Event], None]
-    constants: dict[str, Any]
+    identity: dict[str, Any]
     flops_per_token: int
     peak: Peak
     check_place: Callable[[], None]
@@ -323,7 +323,7 @@ class Loop:
         elif not self.world.lockstep:
             return
         state = {
-            **self.constants,
+            **self.identity,
             "counters": asdict(self.counters),
             "loss_scale": self.step.scale.state(),
             "objective": self.step.objective.state(),

@@ -199,7 +199,7 @@ def test_a_run_is_the_one_with_the_number_and_resumes_with_it(
         return step.with_train(micro_batch_size=2)
 
     train(recipe(2), tmp_path / "number")
-    monkeypatch.setattr("workhorse.run.initial_model.fit_micro_batch", answer)
+    monkeypatch.setattr("workhorse.run.plan.fit_micro_batch", answer)
     train(recipe("auto"), tmp_path / "auto")
     assert_same_run(tmp_path / "number", tmp_path / "auto")
     shutil.copytree(tmp_path / "auto", tmp_path / "resumed")

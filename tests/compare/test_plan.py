@@ -6,7 +6,7 @@ import yaml
 
 from tests.compare.conftest import FEED_FORWARD, GATED, PLAIN, MakeStudy
 from workhorse.compare import Study, quick, read_study, with_settings
-from workhorse.compare.plan import Plan, Trial, make_plan, scaled
+from workhorse.compare.plan import Plan, Trial, make_plan
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.muon import MuonConfig
 
@@ -109,7 +109,7 @@ def test_the_recipe_of_a_trial(make_study: MakeStudy):
 
 
 def test_a_factor_scales_every_learning_rate():
-    both = scaled(MuonConfig(learning_rate=0.02, adamw=AdamWConfig(learning_rate=0.004)), 0.5)
+    both = MuonConfig(learning_rate=0.02, adamw=AdamWConfig(learning_rate=0.004)).scaled(0.5)
     assert isinstance(both, MuonConfig)
     assert (both.learning_rate, both.adamw.learning_rate) == (0.01, 0.002)
 

@@ -27,7 +27,7 @@ def test_a_dry_run_has_the_figures_and_where_the_run_would_stand(
     }
     assert (found["run_directory"], found["step"], found["changes"]) == (tmp_path / "run", 0, [])
     chosen, free = said
-    assert chosen.startswith("train.optimizer is not set: using Muon (learning_rate=0.001) for the")
+    assert chosen.startswith("train.optimizer is not set: using muon (learning_rate=0.001 for the")
     assert free == f"{tmp_path / 'run'}: would start a new run"
     assert not (tmp_path / "run").exists()
 

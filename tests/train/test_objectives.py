@@ -1,8 +1,6 @@
 """The interface of objectives, tested with a preference objective on pairs of sequences."""
 
 import copy
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +13,6 @@ from workhorse.data import Batch
 from workhorse.memory.capacity import shares
 from workhorse.nn import IGNORE, Decoder
 from workhorse.optim.adamw import AdamWConfig
-from workhorse.run.plan import check_needs
-from workhorse.run.resume import Resumption
 from workhorse.train import Recipe, TrainConfig
 from workhorse.train.objectives.distill import DistillConfig
 from workhorse.train.objectives.next_token import NextToken
@@ -184,13 +180,10 @@ def _fits(**fields: int) -> None:
 
 
 def test_an_objective_without_what_it_needs_is_refused() -> None:
-    def batches(batch: Batch) -> Any:
-        return SimpleNamespace(rows=lambda _step, start, stop: batch.rows(start, stop))
-
     plain = Batch(*pairs().tensors[:2], None, torch.zeros(10))
     with pytest.raises(ConfigError, match="objective preference needs pairs, which this data"):
-        check_needs(config_of(), batches(plain), Resumption())
-    check_needs(config_of(), batches(pairs()), Resumption())
+        config_of().objective.check_rows(plain)
+    config_of().objective.check_rows(pairs())
 
 
 def test_a_recipe_of_before_names_its_z_loss_where_it_stood(make_recipe) -> None:

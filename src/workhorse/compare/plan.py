@@ -19,8 +19,6 @@ from workhorse.errors import WorkhorseError
 from workhorse.memory.capacity import check_held, check_training
 from workhorse.memory.step_memory import PlannedStep
 from workhorse.models.describe import flops_per_token
-from workhorse.optim.groups import OptimizerConfig
-from workhorse.optim.muon import MuonConfig
 from workhorse.run.check import check_length, check_recipe
 from workhorse.train import Recipe, override_recipe, with_init
 
@@ -215,23 +213,13 @@ class Plan:
             data=recipe.data.replace(cache_dir=recipe.data.cache_dir or cache),
             train=train.replace(
                 seed=trial.seed,
-                optimizer=scaled(train.optimizer, trial.factor),
+                optimizer=train.optimizer.scaled(trial.factor),
                 threads=train.threads or threads,
                 samples=None,
                 # Ceiling division: at least `SAVES` checkpoints, at most one per step.
                 checkpoint_every=min(train.checkpoint_every, -(-train.length // SAVES)),
             ),
         )
-
-
-def scaled(optimizer: OptimizerConfig, factor: float) -> OptimizerConfig:
-    """Return an optimizer config with its learning rates (Muon has two) multiplied by a factor."""
-    if factor == 1:
-        return optimizer
-    changes: dict[str, Any] = {"learning_rate": optimizer.learning_rate * factor}
-    if isinstance(optimizer, MuonConfig):
-        changes["adamw"] = scaled(optimizer.adamw, factor)
-    return optimizer.replace(**changes)
 
 
 def with_settings(study: Study, settings: Iterable[str]) -> Study:
@@ -420,7 +408,7 @@ def _check_contexts(study: Study, name: str, recipe: Recipe, vocabulary: int) ->
 def _check_rates(study: Study, name: str, recipe: Recipe) -> None:
     for factor in study.learning_rates:
         try:
-            scaled(recipe.train.optimizer, factor)
+            recipe.train.optimizer.scaled(factor)
         except ConfigError as error:
             raise ConfigError(
                 f"{factor:g} times the learning rate of {name!r} is not valid ({error.reason}); "

@@ -230,7 +230,7 @@ def step_memory(
         step.turns = one_forward_one_backward  # without overlap of micro-batches, for any stage
         optimizer, places = step.optimizer, _places(decoder)
         weights = tensors_of(decoder)
-        if train.needs_initial_model and planned.adapter is None:
+        if train.objective.reference == "token" and planned.adapter is None:
             dtype = training_dtype(train.dtype, planned.device)
             initial = config.build(_kernel(train), device=here, dtype=dtype)
             weights |= {f"initial.{name}": one for name, one in tensors_of(initial).items()}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field
@@ -18,7 +18,33 @@ from workhorse.optim.master_weights import MasterWeights, chunks, join, split
 from workhorse.parallel.shards import local, placed_like
 
 
-class AdamWConfig(Config):
+class Rate(NamedTuple):
+    """A learning rate of an optimizer."""
+
+    setting: str
+    """The setting's name in the optimizer's section."""
+    value: float
+    """The rate at the schedule's peak."""
+    weights: str
+    """The weights that it applies to."""
+
+
+class RatedConfig(Config):
+    """Base class of the options of an optimizer."""
+
+    if TYPE_CHECKING:
+        learning_rate: float
+
+    def rates(self) -> tuple[Rate, ...]:
+        """Return the learning rates of the optimizer, the most important first."""
+        return (Rate("learning_rate", self.learning_rate, "all weights"),)
+
+    def scaled(self, factor: float) -> Self:
+        """Return a copy with all learning rates multiplied by a factor."""
+        return self.replace(learning_rate=self.learning_rate * factor) if factor != 1 else self
+
+
+class AdamWConfig(RatedConfig):
     """AdamW. Weight decay applies only to matrices, never to norms, biases and other vectors."""
 
     kind: Annotated[Literal["adamw"], OnResume.NEW_RUN] = "adamw"

@@ -8,16 +8,16 @@ scale for which AdamW's learning rate and weight decay can be used is from Moons
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from workhorse.config.base import Config, OfItsKind, OnResume
+from workhorse.config.base import OfItsKind, OnResume
 from workhorse.devices.names import multiplies_bfloat16
 from workhorse.native import Training
-from workhorse.optim.adamw import AdamWConfig
+from workhorse.optim.adamw import AdamWConfig, Rate, RatedConfig
 from workhorse.optim.gradients import number, refused
 from workhorse.optim.master_weights import MasterWeights
 from workhorse.parallel.shards import is_sharded, local, part_of_stack, placed_like, whole_stack
@@ -34,7 +34,7 @@ Shapes = tuple[torch.Size, torch.Size]
 """Shape of a matrix in the whole model, and on this rank (smaller with tensor parallelism)."""
 
 
-class MuonConfig(Config):
+class MuonConfig(RatedConfig):
     """Muon for the matrices inside the layers, AdamW for everything else."""
 
     kind: Annotated[Literal["muon"], OnResume.NEW_RUN] = "muon"
@@ -54,6 +54,16 @@ class MuonConfig(Config):
     """Each step multiplies a matrix inside the layers by `1 - learning_rate · weight_decay`."""
     adamw: AdamWConfig = AdamWConfig()
     """Options of AdamW, which updates embeddings, head, norms and biases."""
+
+    def rates(self) -> tuple[Rate, ...]:
+        rest = "embeddings, head and norms"
+        return (
+            Rate("learning_rate", self.learning_rate, "the matrices inside the layers"),
+            *(Rate(f"adamw.{rate.setting}", rate.value, rest) for rate in self.adamw.rates()),
+        )
+
+    def scaled(self, factor: float) -> Self:
+        return super().scaled(factor).replace(adamw=self.adamw.scaled(factor))
 
 
 class Muon:

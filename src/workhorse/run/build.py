@@ -1,4 +1,4 @@
-"""What a plan builds: the model, the source of its batches, validation, samples, and the loop."""
+"""Build a run from its plan: model, source of batches, validation, samples, and the loop."""
 
 import gc
 import time
@@ -27,7 +27,6 @@ from workhorse.run.reference import (
 )
 from workhorse.tokenizers import ChatTemplate
 from workhorse.train.loop import Loop
-from workhorse.train.objectives.policy import PolicyConfig
 from workhorse.train.randomness import seed_everything
 from workhorse.train.report.metrics import Event, Listener, MetricsFile, notice, open_tracker
 from workhorse.train.rollouts import Critic, Rollouts
@@ -39,14 +38,14 @@ from workhorse.transforms.adapters import trained_parameters
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a plan builds.
+    """The parts of a run that are built from its plan.
 
     Attributes:
         model: the model and the step that trains it.
         source: the batches of the steps.
         validate: measures the loss on held-out data; None without such data.
         sample: generates samples; None for no samples.
-        identity: what identifies the run.
+        identity: the identity of the run.
     """
 
     model: RunModel
@@ -94,7 +93,7 @@ def build_loop(
 
     Args:
         plan: the plan, with a number of steps.
-        parts: what it built.
+        parts: its parts.
         store: the checkpoint store.
         settings: the command line's overrides, which the report shows.
     """
@@ -152,10 +151,9 @@ def _rollouts(plan: RunPlan, model: RunModel) -> Rollouts | None:
     They are generated with the current weights of `model`.
     """
     train = plan.train
-    config, objective = train.rollouts, train.objective
+    config, values = train.rollouts, train.objective.critic
     if config is None:
         return None
-    values = objective.values if isinstance(objective, PolicyConfig) else None
     exact, reference = config.exact, model.reference
     backend = decoding_backend(reference, _decoding(plan), wait=True, exact=exact, scores=exact)
     if exact and not backend.is_invariant:
@@ -170,7 +168,7 @@ def _rollouts(plan: RunPlan, model: RunModel) -> Rollouts | None:
         stop_tokens=_stop_tokens(plan),
         reward=None if config.reward is None else config.reward.build(),
         seed=train.seed,
-        reference=initial_logprobs(plan, model) if train.needs_initial_model else None,
+        reference=initial_logprobs(plan, model) if train.objective.reference else None,
         critic=None if values is None else Critic(values, token_values(model.step)),
         world=plan.world,
         notify=plan.notify,

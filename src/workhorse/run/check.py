@@ -20,7 +20,6 @@ from workhorse.errors import WorkhorseError, shown
 from workhorse.memory.capacity import check_fitting
 from workhorse.nn import Decoder
 from workhorse.optim.groups import check_base_width
-from workhorse.optim.muon import MuonConfig
 from workhorse.parallel.processes import environment
 from workhorse.run.init_from import check_weights, new_tokens
 from workhorse.tokenizers import train_tokenizer
@@ -80,12 +79,13 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
 
 def _optimizer_chosen(config: TrainConfig) -> list[str]:
     chosen = config.optimizer
-    if "optimizer" in config.model_fields_set or not isinstance(chosen, MuonConfig):
+    first, *others = chosen.rates()
+    if "optimizer" in config.model_fields_set or not others:
         return []
+    rest = ", ".join(f"{rate.setting}={rate.value} for {rate.weights}" for rate in others)
     return [
-        f"train.optimizer is not set: using Muon (learning_rate={chosen.learning_rate}) for the "
-        f"matrices of the layers and AdamW (learning_rate={chosen.adamw.learning_rate}) for the "
-        "rest; set train.optimizer={kind: adamw} to use AdamW for all"
+        f"train.optimizer is not set: using {chosen.kind} ({first.setting}={first.value} for "
+        f"{first.weights}, {rest}); set train.optimizer={{kind: adamw}} to use AdamW for all"
     ]
 
 

@@ -12,7 +12,6 @@ import torch
 from workhorse import __version__
 from workhorse.checkpoints import Checkpoint, RunDirectory
 from workhorse.checkpoints.adapted import Base
-from workhorse.config.base import ConfigError
 from workhorse.data import Batches, Dataset, prepare, prepare_tokenizer
 from workhorse.devices.names import use_threads
 from workhorse.memory.capacity import check_training, fit_micro_batch
@@ -23,22 +22,20 @@ from workhorse.parallel.processes.world import World
 from workhorse.run.init_from import check_tokens
 from workhorse.run.resume import Resumption, check_same_run
 from workhorse.tokenizers import Tokenizer
-from workhorse.train.objectives.distill import DistillConfig
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.recipe.training import TrainConfig
 from workhorse.train.report.metrics import Listener, notice
-from workhorse.train.rewards import PythonRewardConfig
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What identifies a run. Every checkpoint stores it, and a resumed run must have the same.
+    """The identity of a run. Every checkpoint stores it, and a resumed run must have the same.
 
     Attributes:
         config: config of the whole decoder.
         tokenizer: fingerprint of the tokenizer.
         data: fingerprint of the tokens and of the files that they come from.
-        teacher: fingerprint of the teacher's weights; None without a teacher.
+        objective: fingerprints of the models that the objective learns from, by name.
         reward: SHA-256 of the file of the reward function; None without one. It may change.
         reference: SHA-256 of the reference in the run directory; see `reference_digest`.
         base: the base of the adapter that is trained; None without an adapter.
@@ -47,22 +44,22 @@ class RunIdentity:
     config: DecoderConfig
     tokenizer: str
     data: str
-    teacher: str | None
+    objective: dict[str, str]
     reward: str | None
     reference: str | None = None
     base: Base | None = None
 
     def state(self) -> dict[str, Any]:
         """Return the identity as plain data, with the versions of the software."""
-        own = {name: getattr(self, name) for name in ("tokenizer", "data", "teacher", "reward")}
-        base = {} if self.base is None else {"base": asdict(self.base)}
-        versions = {"workhorse": __version__, "torch": torch.__version__}
         return {
             "config": self.config.to_dict(),
+            "tokenizer": self.tokenizer,
+            "data": self.data,
+            **self.objective,
+            "reward": self.reward,
             "reference": self.reference,
-            **own,
-            **base,
-            "versions": versions,
+            **({} if self.base is None else {"base": asdict(self.base)}),
+            "versions": {"workhorse": __version__, "torch": torch.__version__},
         }
 
 
@@ -80,7 +77,7 @@ class RunPlan:
         tokenizer: the tokenizer.
         dataset: the data as tokens.
         batches: the training batches, or the prompts of rollouts.
-        identity: what identifies the run, without what its model adds.
+        identity: the identity of the run, as far as it is known without its model.
         on_event: function that is called with every event.
         minutes: `train.minutes` if steps were timed for it; the recipe then has a number of steps.
     """
@@ -150,18 +147,14 @@ def plan_run(
         config,
         tokenizer.fingerprint,
         dataset.fingerprint,
-        teacher=train.objective.fingerprint()
-        if isinstance(train.objective, DistillConfig)
-        else None,
-        reward=train.rollouts.reward.fingerprint()
-        if train.rollouts and isinstance(train.rollouts.reward, PythonRewardConfig)
-        else None,
+        train.objective.identity(),
+        train.rollouts.reward.fingerprint() if train.rollouts and train.rollouts.reward else None,
     )
     if at.checkpoint is not None:
         identity = replace(identity, reference=reference_digest(train, run.reference_folder))
         check_same_run(run, recipe, at, identity.state())
     if train.rollouts is None:
-        check_needs(train, batches, at)
+        train.objective.check_rows(batches.rows(at.step, 0, 1))
     size = fitted_to_memory(recipe, config, device, at, world).micro_batch_size
     assert size != "auto"
     return RunPlan(
@@ -188,13 +181,9 @@ def _check_tokens(recipe: Recipe, tokenizer: Tokenizer, at: Resumption) -> None:
             setting="init",
             remedy="remove tokenizer, or set 'tokenizer={{kind: file, path: {folder}}}'",
         )
-    if isinstance(recipe.train.objective, DistillConfig):
-        check_tokens(
-            recipe.train.objective.teacher,
-            tokenizer,
-            setting="teacher",
-            remedy="choose a teacher with the same tokenizer",
-        )
+    for name, model in recipe.train.objective.models.items():
+        remedy = f"choose a {name} with the same tokenizer"
+        check_tokens(model, tokenizer, setting=name, remedy=remedy)
 
 
 def dataset_of(
@@ -230,26 +219,6 @@ def batches_of(
     return batches
 
 
-def check_needs(config: TrainConfig, batches: Batches, at: Resumption) -> None:
-    """Raise ConfigError if the rows of the batches are not of the kind that the objective needs."""
-    needs, row = config.objective.needs, batches.rows(at.step, 0, 1)
-    wanted = "pairs" if "group" in needs else "labels" if "values" in needs else ""
-    given = "pairs" if row.group is not None else "labels" if row.values is not None else ""
-    if wanted and wanted != given:
-        fields = {"pairs": "chosen and rejected", "labels": "prompt, completion and label"}[wanted]
-        raise ConfigError(
-            f"the objective {config.objective.kind} needs {wanted}, which this data does not have; "
-            f"set data.corpus to conversations with rows={wanted} (records with {fields})",
-            "train.objective",
-        )
-    if given and not wanted:
-        raise ConfigError(
-            f"{config.objective.kind} would learn the rejected answers of {given} too; choose "
-            "another kind, such as dpo or kto",
-            "train.objective",
-        )
-
-
 def fitted_to_memory(
     recipe: Recipe, config: DecoderConfig, device: torch.device, at: Resumption, world: World
 ) -> TrainConfig:
@@ -275,8 +244,7 @@ def fitted_to_memory(
 
 def reference_digest(train: TrainConfig, folder: Path) -> str | None:
     """Return the SHA-256 of the files in the folder of a run's reference; None if it has none."""
-    needed = "reference" in train.objective.needs or train.needs_initial_model
-    if not needed or not folder.is_dir():
+    if train.objective.reference is None or not folder.is_dir():
         return None
     whole = hashlib.sha256()
     for path in sorted(folder.iterdir()):

@@ -72,7 +72,7 @@ def prepare_references(plan: RunPlan, model: RunModel) -> None:
         plan: the run.
         model: its model. At a checkpoint its weights are not used.
     """
-    if "reference" not in plan.train.objective.needs:
+    if plan.train.objective.reference != "sequence":
         return
     folder = plan.run.reference_folder
     if plan.checkpoint is not None:

@@ -17,7 +17,6 @@ from workhorse.config.overrides import differences, written
 from workhorse.data.sources import file_changes
 from workhorse.errors import WorkhorseError
 from workhorse.nn import DecoderConfig
-from workhorse.optim.muon import MuonConfig
 from workhorse.parallel.processes import environment
 from workhorse.train.recipe.recipe import Recipe, written_over
 from workhorse.train.report.metrics import read_metrics
@@ -234,7 +233,7 @@ def check_same_run(run: RunDirectory, recipe: Recipe, at: Resumption, now: dict[
         WorkhorseError: the model's config, the tokenizer, the teacher's weights, the files of the
             reference or the data differ.
     """
-    for what in ("config", "tokenizer", "teacher", "reference"):
+    for what in ("config", "tokenizer", *recipe.train.objective.models, "reference"):
         both = at.state.get(what), now[what]
         if None not in both and both[0] != both[1]:  # older checkpoints do not have all
             names = {"config": "model's config", "reference": f"content of {run.reference_folder}"}
@@ -350,26 +349,21 @@ def _rates(before: Recipe, now: Recipe, step: int) -> list[str]:
     line = f"the learning rate changes from {was} at step {step} to {becomes} at step {step + 1}"
     if following <= last or peak != other_peak:
         return [line]
-    peaks = {"": peak}
-    if isinstance(old.optimizer, MuonConfig):
-        peaks[".adamw"] = old.optimizer.adamw.learning_rate
     rates = [
-        f"train.optimizer{part}.learning_rate={last * rate:.3g}" for part, rate in peaks.items()
+        f"train.optimizer.{rate.setting}={last * rate.value:.3g}" for rate in old.optimizer.rates()
     ]
     return [f"{line}; to keep it, set train.schedule=constant {' '.join(rates)}"]
 
 
 def _other_rate(before: Recipe, now: Recipe) -> list[str]:
-    """Return a notice if Muon's learning rate changes but the rate of its AdamW part does not."""
-    old, new = before.train.optimizer, now.train.optimizer
-    if not isinstance(old, MuonConfig) or not isinstance(new, MuonConfig):
-        return []
-    rate = new.adamw.learning_rate
-    if old.learning_rate == new.learning_rate or old.adamw.learning_rate != rate:
+    """Return a notice if the first learning rate of an optimizer changes, but no other one."""
+    old, new = before.train.optimizer.rates(), now.train.optimizer.rates()
+    if len(old) != len(new) or old[0] == new[0] or old[1:] != new[1:]:
         return []
     return [
-        "train.optimizer.learning_rate applies only to the matrices inside the layers; embeddings, "
-        f"head and norms keep train.optimizer.adamw.learning_rate={rate:g}"
+        f"train.optimizer.{new[0].setting} applies only to {new[0].weights}; {rate.weights} keep "
+        f"train.optimizer.{rate.setting}={rate.value:g}"
+        for rate in new[1:]
     ]
 
 

@@ -395,7 +395,7 @@ class Loop:
             **result.terms,
             **self.step.objective.state_of_update(),
             **self.batches.figures,
-            learning_rate=self.config.optimizer.learning_rate * schedule,
+            **{rate.setting: rate.value * schedule for rate in self.config.optimizer.rates()},
             grad_norm=result.grad_norm,
             tokens=self.counters.tokens,
             tokens_per_second=tokens_per_second,

@@ -5,6 +5,7 @@ and returns one number for each completion. It runs in another process with a ti
 """
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -27,7 +28,23 @@ class Reward(Protocol):
         ...
 
 
-class AnswerRewardConfig(Config):
+class RewardConfig(Config):
+    """Base class of the options of a reward."""
+
+    def fingerprint(self) -> str | None:
+        """The SHA-256 of the file that the reward is read from; None without one."""
+        return None
+
+    @abstractmethod
+    def build(self) -> Reward:
+        """Create the reward.
+
+        Raises:
+            ConfigError: its file is missing.
+        """
+
+
+class AnswerRewardConfig(RewardConfig):
     """Comparison with the answer in the data.
 
     Whitespace before a completion is ignored, but not after it: the model would learn to fill the
@@ -46,7 +63,7 @@ class AnswerRewardConfig(Config):
         ]
 
 
-class CountdownRewardConfig(Config):
+class CountdownRewardConfig(RewardConfig):
     """Evaluation of the expression for a `countdown` task; see `workhorse.data.tasks.reaches`."""
 
     kind: Literal["countdown"] = "countdown"
@@ -58,7 +75,7 @@ class CountdownRewardConfig(Config):
         ]
 
 
-class PythonRewardConfig(Config):
+class PythonRewardConfig(RewardConfig):
     """A Python function; see `workhorse.train.rewards`."""
 
     kind: Literal["python"] = "python"
@@ -70,7 +87,6 @@ class PythonRewardConfig(Config):
     """Time limit of a call, for a whole batch."""
 
     def fingerprint(self) -> str:
-        """The SHA-256 of the file."""
         return hashlib.sha256(self.path.read_bytes()).hexdigest()
 
     def build(self) -> Reward:

@@ -43,6 +43,7 @@ def test_a_report_shows_the_run_and_needs_no_network(make_recipe, tmp_path):
         "Loss, nats per token",
         "Bits per byte",
         "Learning rate",
+        "Learning rate, AdamW part",
         "Gradient norm",
         "Tokens per second",
         "Fraction of the peak matmul rate",

@@ -41,6 +41,7 @@ class DistillConfig(ObjectiveConfig):
 
     kind: Literal["distill"] = "distill"
     loss_unit = "nats per token"
+    source = "either"
     teacher: str
     """The teacher: a run directory, a Hugging Face directory, a GGUF file or a hub id."""
     beta: Annotated[float, OnResume.CONTINUES] = Field(default=0.0, ge=0, le=1)
@@ -53,10 +54,15 @@ class DistillConfig(ObjectiveConfig):
     def needs_all_logits(self) -> str:
         return f"objective={self.kind}"
 
-    def fingerprint(self) -> str:
-        """The SHA-256 of the teacher's weights; see `hash_of`."""
+    @property
+    def models(self) -> dict[str, str]:
+        return {"teacher": self.teacher}
+
+    def identity(self) -> dict[str, str]:
+        """Return the SHA-256 of the teacher's weights; see `hash_of`."""
         teacher = open_stored(self.teacher).load_decoder(places=mapped_weights)
-        return hash_of({name: one.detach() for name, one in tensors_of(teacher).items()})
+        weights = {name: one.detach() for name, one in tensors_of(teacher).items()}
+        return {"teacher": hash_of(weights)}
 
     def build(self, decoder: Decoder, team: Team = None) -> "Distill":
         try:

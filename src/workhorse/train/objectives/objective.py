@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from workhorse.config.base import Config, OnResume
+from workhorse.config.base import Config, ConfigError, OnResume
 from workhorse.data import Batch
 from workhorse.nn import IGNORE, Decoder, TokenLogprobs
 from workhorse.nn.logprobs import count_of
@@ -20,6 +20,7 @@ from workhorse.nn.shapes import Hidden
 if TYPE_CHECKING:
     from workhorse.parallel.division.sequences import ContextParallelGroup
     from workhorse.parallel.division.teams import Teams
+    from workhorse.train.objectives.value_head import ValuesConfig
 
 MOST = 1e6
 """Largest weight, factor or limit in a loss. Larger ones can exceed float32."""
@@ -52,11 +53,54 @@ class ObjectiveConfig(Config):
         headline: keys of the logged figures that show progress, the most important first. Figures
             that a run does not log are omitted. Without `loss` in it, the loss measures nothing.
         loss_unit: the unit of the logged loss; empty if it has none.
+        source: where its rows come from: from the data, from completions of the model, or either.
+        rewarded: True if completions need a reward.
     """
 
+    if TYPE_CHECKING:
+        kind: str
     needs: ClassVar[tuple[str, ...]] = ()
     headline: ClassVar[tuple[str, ...]] = ("loss",)
     loss_unit: ClassVar[str] = ""
+    source: ClassVar[Literal["data", "rollouts", "either"]] = "data"
+    rewarded: ClassVar[bool] = False
+
+    @property
+    def reference(self) -> Literal["sequence", "token"] | None:
+        """Whose log-probabilities under the initial model it needs: of sequences, or of tokens."""
+        return "sequence" if "reference" in self.needs else None
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The stored models that it learns from, by name. They have the tokens of the run."""
+        return {}
+
+    @property
+    def critic(self) -> "ValuesConfig | None":
+        """The value head that it trains with the model; None for none."""
+        return None
+
+    def identity(self) -> dict[str, str]:
+        """Return fingerprints, by name, that stay the same when a run resumes."""
+        return {}
+
+    def check_rows(self, row: Batch) -> None:
+        """Raise ConfigError if rows of the data are not of the kind that the objective needs."""
+        wanted = "pairs" if "group" in self.needs else "labels" if "values" in self.needs else ""
+        given = "pairs" if row.group is not None else "labels" if row.values is not None else ""
+        if wanted and wanted != given:
+            fields = {"pairs": "chosen and rejected", "labels": "prompt, completion and label"}
+            raise ConfigError(
+                f"the objective {self.kind} needs {wanted}, which this data does not have; set "
+                f"data.corpus to conversations with rows={wanted} (records with {fields[wanted]})",
+                "train.objective",
+            )
+        if given and not wanted:
+            raise ConfigError(
+                f"{self.kind} would learn the rejected answers of {given} too; choose another "
+                "kind, such as dpo or kto",
+                "train.objective",
+            )
 
     @property
     def needs_all_logits(self) -> str:

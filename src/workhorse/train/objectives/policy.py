@@ -67,6 +67,8 @@ class PolicyConfig(ObjectiveConfig):
     kind: Literal["policy"] = "policy"
     needs = ("old_logprobs", "advantages")
     headline = ("reward", "kl", "entropy")
+    source = "rollouts"
+    rewarded = True
     ratio: Literal["token", "sequence", "none"] = "token"
     """Probability of the sampled tokens now, divided by that when they were sampled: of each token,
     or the geometric mean over each completion. `none`: 1, with the gradient of log p, which is
@@ -105,6 +107,14 @@ class PolicyConfig(ObjectiveConfig):
                 f"denominator={self.denominator} does not fit max_length={self.max_length}; "
                 "set max_length if, and only if, denominator is constant"
             )
+
+    @property
+    def reference(self) -> Literal["token"] | None:
+        return "token" if self.kl_weight > 0 else None
+
+    @property
+    def critic(self) -> ValuesConfig | None:
+        return self.values
 
     def synthetic(self, tokens: Tensor, documents: Tensor | None = None) -> PolicyBatch:
         batch, zeros = super().synthetic(tokens, documents), torch.zeros_like(tokens).float()

@@ -179,7 +179,7 @@ class Recipe(Config):
             (f"train.balance_rate={train.balance_rate:g}", train.balance_rate > 0),
             (
                 "train.objective.kl_weight with also_train",
-                train.needs_initial_model and bool(self.adapter.also_train),
+                train.objective.reference == "token" and bool(self.adapter.also_train),
             ),
         ):
             if used:
@@ -193,7 +193,7 @@ class Recipe(Config):
                 "init_optimizer=true needs init, which is not set; set init to a run directory",
                 "init_optimizer",
             )
-        if self.init_optimizer and getattr(self.train.objective, "values", None):
+        if self.init_optimizer and self.train.objective.critic is not None:
             raise ConfigError(
                 "init_optimizer=true does not fit objective.values, whose head is new; remove it",
                 "init_optimizer",

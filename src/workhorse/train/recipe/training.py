@@ -231,23 +231,22 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _rollouts_fit(self) -> Self:
-        rollouts, objective, kind = self.rollouts, self.objective, self.objective.kind
-        fits = kind != "policy" if rollouts is None else kind in ("policy", "distill")
-        if not fits:
+        rollouts, objective = self.rollouts, self.objective
+        if objective.source == ("rollouts" if rollouts is None else "data"):
             raise ConfigError("rollouts and the objective policy need each other; set both or none")
         if rollouts is None:
             return self
-        if (rollouts.reward is None) != (kind == "distill"):
-            need = "takes no" if kind == "distill" else "needs a"
-            remedy = "set it to null" if kind == "distill" else "set it"
-            raise ConfigError(f"the objective {kind} {need} rollouts.reward; {remedy}")
+        if objective.rewarded == (rollouts.reward is None):
+            need = "needs a" if objective.rewarded else "takes no"
+            remedy = "set it" if objective.rewarded else "set it to null"
+            raise ConfigError(f"the objective {objective.kind} {need} rollouts.reward; {remedy}")
         several = rollouts.baseline in ("group", "group_std", "leave_one_out")
         if rollouts.reward is not None and rollouts.completions == 1 and several:
             raise ConfigError(
                 f"rollouts.completions=1 leaves nothing to compare for rollouts.baseline="
                 f"{rollouts.baseline}; increase it"
             )
-        if isinstance(objective, PolicyConfig) and objective.values and rollouts.baseline != "none":
+        if objective.critic is not None and rollouts.baseline != "none":
             raise ConfigError(
                 f"objective.values replaces rollouts.baseline={rollouts.baseline}; set it to none"
             )
@@ -304,11 +303,6 @@ class TrainConfig(Config):
         """The number of steps; `minutes` must have been converted to steps before."""
         assert self.steps is not None, "see run/minutes.py"
         return self.steps
-
-    @property
-    def needs_initial_model(self) -> bool:
-        """True if each step needs log-probabilities of the model that training started from."""
-        return isinstance(self.objective, PolicyConfig) and self.objective.kl_weight > 0
 
     @property
     def tokens_per_step(self) -> int:

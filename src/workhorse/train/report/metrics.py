@@ -12,7 +12,8 @@ Every line has `kind` and `step` (the number of steps done when the line was wri
 - `step`:
   - `loss` (the cross-entropy, nats per token), `z_loss` and `balance_loss` (the weighted losses
     added to it, if there are any), `grad_norm`
-  - `learning_rate` (the schedule's factor times the optimizer's rate)
+  - `learning_rate` (the schedule's factor times the optimizer's rate), with Muon also
+    `adamw.learning_rate`
   - `tokens` (predictions so far), `skipped_steps` (so far), `seconds` (in the training loop so far,
     including validation and checkpoints)
   - `tokens_per_second` and `peak_fraction`, both since the previous line. The peak is `peak_flops`,

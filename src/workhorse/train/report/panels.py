@@ -57,6 +57,7 @@ FIGURES = {
     "ratio_outside": Figure(RATIOS, "Fraction of ratios outside 0.9 to 1.1", include=(0,)),
     "entropy": Figure(RATIOS, "Entropy, nats per token", include=(0,)),
     "learning_rate": Figure(OPTIMIZER, "Learning rate", include=(0,)),
+    "adamw.learning_rate": Figure(OPTIMIZER, "Learning rate, AdamW part", include=(0,)),
     "grad_norm": Figure(OPTIMIZER, "Gradient norm", log=True),
     "expert_load_max": Figure(EXPERTS, "Busiest expert, load / mean load", "mixture"),
     "expert_load_entropy": Figure(EXPERTS, "Entropy of the loads, 1 = even", "mixture"),

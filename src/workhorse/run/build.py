@@ -58,8 +58,9 @@ class RunParts:
 def build_run(plan: RunPlan) -> tuple[RunPlan, RunParts]:
     """Build the parts of a run, with its initial weights.
 
-    The model is built twice if the recipe has `minutes`, since timing steps changes its weights and
-    the state of its optimizer.
+    The model is built twice if its step runs before training. With `minutes`, timed steps change
+    its weights and the state of its optimizer. FSDP prepares a divided step in its first
+    pass, so a step that computed references cannot be trained.
 
     Returns:
         The plan, with the number of steps in place of `minutes`, and the parts.
@@ -67,11 +68,12 @@ def build_run(plan: RunPlan) -> tuple[RunPlan, RunParts]:
     seed = plan.recipe.train.seed
     seed_everything(seed)
     model = build_model(plan)
-    prepare_references(plan, model)
+    has_run = prepare_references(plan, model)
     if plan.recipe.train.minutes is not None:
-        plan = _with_steps(plan, model)
+        plan, has_run = _with_steps(plan, model), True
+    if has_run:
         del model
-        gc.collect()  # frees the memory of the timed model
+        gc.collect()  # frees its memory
         seed_everything(seed)
         model = build_model(plan)
     rollouts = _rollouts(plan, model)

@@ -62,7 +62,7 @@ def load_references(dataset: Dataset, folder: Path) -> bool:
     return True
 
 
-def prepare_references(plan: RunPlan, model: RunModel) -> None:
+def prepare_references(plan: RunPlan, model: RunModel) -> bool:
     """Load the reference model's log-probabilities if the objective needs them.
 
     A new run computes them first, with its initial weights. So does a run that ended before its
@@ -71,13 +71,16 @@ def prepare_references(plan: RunPlan, model: RunModel) -> None:
     Args:
         plan: the run.
         model: its model. At a checkpoint its weights are not used.
+
+    Returns:
+        True if the step of the model computed them, as it does if it is divided among ranks.
     """
     if plan.train.objective.reference != "sequence":
-        return
+        return False
     folder = plan.run.reference_folder
     if plan.checkpoint is not None:
         if load_references(plan.dataset, folder):
-            return
+            return False
         raise WorkhorseError(
             f"{folder} is missing, the log-probabilities of the model that this run started from; "
             "restore it, or start a new run"
@@ -85,7 +88,8 @@ def prepare_references(plan: RunPlan, model: RunModel) -> None:
     plan.notify("computing the reference model's log-probabilities")
     step, size = model.step, model.step.micro_batch_size
     compute = compute_references
-    if plan.world.lockstep or plan.recipe.parallel.team > 1:
+    divided = plan.world.lockstep or plan.recipe.parallel.team > 1
+    if divided:
         scores = divided_sequence_scores(step)
         compute = with_whole_weights(step, plan.world, compute)
         assert compute is not None
@@ -103,6 +107,7 @@ def prepare_references(plan: RunPlan, model: RunModel) -> None:
         world=plan.world,
         device=plan.device,
     )
+    return divided
 
 
 def initial_logprobs(plan: RunPlan, model: RunModel) -> OfTargets:

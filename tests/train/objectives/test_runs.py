@@ -113,9 +113,8 @@ def test_data_that_does_not_fit_is_refused(
         train(recipe_of(tmp_path, rows, objective), tmp_path / "run")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "kind"), [("pairs", "dpo"), ("labels", "kto")])
-@pytest.mark.parametrize("divided", [{"data": 2}, {"shard": 2}, {"context": 2}, {"pipeline": 2}])
+@pytest.mark.parametrize("divided", [{"shard": 2}, {"data": 2}, {"context": 2}, {"pipeline": 2}])
 def test_two_processes_train_as_one(
     tmp_path: Path, rows: str, kind: str, divided: dict[str, int]
 ) -> None:

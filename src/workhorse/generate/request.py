@@ -120,18 +120,17 @@ class Request:
         """Return the other samples of the prompt, which has been processed, with sequences."""
         copies, self.copies = self.copies, []
         for copy in copies:
-            copy._continue(self, cache)
+            copy._continue(self, self.sequence.fork(cache), [])
         return copies
 
-    def _continue(self, of: "Request", cache: PagedCache) -> None:
-        self.begin(of.sequence.fork(cache))
+    def _continue(self, of: "Request", sequence: TokenSequence, copies: "list[Request]") -> None:
+        self.begin(sequence, copies)
         self.scores = of.scores
 
     def hand_over(self) -> "Request":
         """Return the next sample of the prompt; it takes over the sequence and the others."""
         heir, *others = self.copies
-        heir.begin(self.sequence, others)
-        heir.scores = self.scores
+        heir._continue(self, self.sequence, others)
         return heir
 
     def start_over(self, cache: PagedCache) -> None:

@@ -179,6 +179,7 @@ class Loop:
         if self.world.lockstep:
             world = self.world
             own = partial(own_slices, rank=world.rank, part=self.step.optimizer.masters.part)
+        self._rates = self.config.optimizer.rates()
         self._saver = Saver(self.store, self._saved, world, own)
 
     def restore(self, checkpoint: Checkpoint, rows: int) -> None:
@@ -395,7 +396,7 @@ class Loop:
             **result.terms,
             **self.step.objective.state_of_update(),
             **self.batches.figures,
-            **{rate.setting: rate.value * schedule for rate in self.config.optimizer.rates()},
+            **{rate.setting: rate.value * schedule for rate in self._rates},
             grad_norm=result.grad_norm,
             tokens=self.counters.tokens,
             tokens_per_second=tokens_per_second,

@@ -172,6 +172,12 @@ def test_groups_are_never_divided(make_recipe) -> None:
     with pytest.raises(ConfigError, match="micro_batch_size=3 splits groups of 2 rows"):
         _fits(batch_size=12, micro_batch_size=3)
     assert Recipe.from_dict(fields).train.objective.rows_together == 1
+    fields["train"] |= {"objective": {"kind": "dpo"}, "batch_size": 16}
+    fields["parallel"] = {"reduction": "exact"}
+    assert Recipe.from_dict(fields).parallel.parts == 8
+    fields["train"]["batch_size"] = 12  # parts of 1 and of 2 rows
+    with pytest.raises(ConfigError, match="batch_size=12 is computed in 8 parts, which splits"):
+        Recipe.from_dict(fields)
 
 
 def _fits(**fields: int) -> None:

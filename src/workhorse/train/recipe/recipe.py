@@ -114,12 +114,18 @@ class Recipe(Config):
         together = self.train.objective.rows_together
         given = self.train.micro_batch_size
         given = given if isinstance(given, int) else None
-        own = self.parallel.micro_batches(self.train.batch_size, given)
-        if own.rows % together or own.size % together:
+        rows, parts = self.train.batch_size, self.parallel.parts
+        if together > 1 and rows % (parts * together):
             raise ConfigError(
-                f"batch_size={self.train.batch_size} gives each process {own.rows} rows in passes "
-                f"of {own.size}, which splits groups of {together}; choose a multiple of "
-                f"{together} for each process",
+                f"batch_size={rows} is computed in {parts} parts, which splits groups of "
+                f"{together} rows; choose a multiple of {parts * together}",
+                "train",
+            )
+        size = self.parallel.micro_batches(rows, given).size
+        if size % together:
+            raise ConfigError(
+                f"batch_size={rows} is computed in passes of {size} rows, which splits groups of "
+                f"{together}; set micro_batch_size to a multiple of {together}",
                 "train",
             )
         divided = [name for name in ("tensor", "pipeline") if self.parallel.ways[name] > 1]

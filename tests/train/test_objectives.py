@@ -176,8 +176,13 @@ def test_groups_are_never_divided(make_recipe) -> None:
     fields["parallel"] = {"reduction": "exact"}
     assert Recipe.from_dict(fields).parallel.parts == 8
     fields["train"]["batch_size"] = 12  # parts of 1 and of 2 rows
-    with pytest.raises(ConfigError, match="batch_size=12 is computed in 8 parts, which splits"):
+    with pytest.raises(ConfigError, match=r"in 8 parts, .*; choose a multiple of 16"):
         Recipe.from_dict(fields)
+    fields["parallel"] = {"pipeline": 2}  # micro-batches of 1 row
+    with pytest.raises(ConfigError, match=r"micro-batches of 1, .*; set micro_batch_size"):
+        Recipe.from_dict(fields)
+    fields["train"]["micro_batch_size"] = 2
+    assert Recipe.from_dict(fields).train.micro_batch_size == 2
 
 
 def _fits(**fields: int) -> None:

@@ -124,8 +124,8 @@ class Recipe(Config):
         size = self.parallel.micro_batches(rows, given).size
         if size % together:
             raise ConfigError(
-                f"batch_size={rows} is computed in passes of {size} rows, which splits groups of "
-                f"{together}; set micro_batch_size to a multiple of {together}",
+                f"batch_size={rows} is computed in micro-batches of {size}, which splits groups of "
+                f"{together} rows; set micro_batch_size to a multiple of {together}",
                 "train",
             )
         divided = [name for name in ("tensor", "pipeline") if self.parallel.ways[name] > 1]
